@@ -1,0 +1,1 @@
+"""Many-rank test harness and contract classes for Colossal plugins."""
