@@ -1,0 +1,1 @@
+"""The part of core that imports torch: processes, collectives, the table, flat buffers and the Booster."""

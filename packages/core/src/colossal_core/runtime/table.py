@@ -1,0 +1,328 @@
+"""The parameter table: the one book that all pieces share.
+
+The one idea: compute runs on plain local tensors with explicit collectives, and this table, not a tensor subclass, says
+what they mean. Strategies write it while they cut; the memory manager publishes a second book, *places*, that says
+where the values and the states of each parameter live. Norm, checkpoint, report and simulation read these two books
+and nothing else, so no piece needs to know another.
+
+# Note [What a part says]
+A part is a box of the serial parameter together with the place of that box in this rank's local tensor. ``holders`` is
+the group of ranks that hold this very box after the step's reductions: each counts for ``1 / size`` of it in a norm and
+one of them writes it to a checkpoint. ``sum_over`` is the group whose members each computed only a share of the box's
+gradient, which therefore has to be summed among them: norm weights in sequence regions, KV heads that several tensor
+ranks share, an embedding tied across two stages. Elements of the local tensor that no part covers are padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from attrs import evolve, field, frozen
+from torch import nn
+
+from colossal_core.boxes import Box
+from colossal_core.errors import ColossalError, UsageError
+from colossal_core.mesh import GroupSpec, MeshLayout
+from colossal_core.runtime.blocks import find_blocks
+
+__all__ = ["Entry", "Key", "ParameterTable", "Part", "Place"]
+
+Key = tuple[str, str]
+"""``(model, name)``: the model's name in this Booster and the parameter's name in the serial model."""
+
+
+@frozen(kw_only=True)
+class Part:
+    """A box of a parameter that this rank holds; see Note [What a part says].
+
+    Attributes:
+        box: The box in the global index space.
+        local: Offset, in this rank's local tensor, of the equally large box that holds it.
+        holders: Ranks that hold this very box.
+        sum_over: Ranks that each computed a share of its gradient; no axes when each computed all of it.
+    """
+
+    box: Box
+    local: tuple[int, ...] = field(converter=tuple)
+    holders: GroupSpec
+    sum_over: GroupSpec = GroupSpec()
+
+
+@frozen(kw_only=True)
+class Entry:
+    """One parameter or buffer of a serial model, and what this rank holds of it.
+
+    Attributes:
+        model: Name of the model in this Booster.
+        name: Name in the serial model; of tied names the first.
+        aliases: Further ``(model, name)`` of the same tensor.
+        kind: ``"parameter"`` or ``"buffer"``.
+        shape: Global shape.
+        dtype: Element type before boosting.
+        trainable: Whether it required gradients when it was boosted.
+        unit: Name of the repeated block that it belongs to, ``""`` for the root unit.
+        parts: What this rank holds; empty when it holds nothing.
+        reduce: Ranks over which gradients are summed.
+        divisor: What that sum is divided by. It is not implied by ``reduce``: experts reduce over fewer ranks than
+            they divide by.
+    """
+
+    model: str
+    name: str
+    aliases: tuple[Key, ...] = ()
+    kind: Literal["parameter", "buffer"]
+    shape: tuple[int, ...] = field(converter=tuple)
+    dtype: torch.dtype
+    trainable: bool
+    unit: str = ""
+    parts: tuple[Part, ...] = field(converter=tuple)
+    reduce: GroupSpec
+    divisor: int = 1
+
+    @property
+    def key(self) -> Key:
+        """``(model, name)``."""
+        return (self.model, self.name)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the serial parameter."""
+        return math.prod(self.shape)
+
+
+@frozen(kw_only=True, eq=False)
+class Place:
+    """Where one state of one parameter lives on this rank: an entry of the second book.
+
+    Attributes:
+        key: The parameter.
+        state: ``"value"``, ``"master"``, ``"gradient"``, or the optimizer's own name of a state (``"exp_avg"``).
+        tensor: Contiguous tensor that holds the range, 1-D or of the local shape.
+        start: First element, in the row-major order of the local tensor, that it holds.
+        sharded_over: Ranks among which the manager divided the local tensor, a subset of the holders of its parts;
+            no axes when each holds it whole.
+    """
+
+    key: Key
+    state: str
+    tensor: torch.Tensor
+    start: int = 0
+    sharded_over: GroupSpec = GroupSpec()
+
+
+class ParameterTable:
+    """Every parameter and buffer of the boosted models, in the order of the serial models.
+
+    Built from the serial models before anything is cut; strategies replace entries through :meth:`cut`; closed before
+    the memory manager reads it.
+    """
+
+    def __init__(self, entries: Iterable[tuple[Entry, torch.Tensor]], layout: MeshLayout) -> None:
+        """Hold the entries with their local tensors; most callers want :meth:`serial`."""
+        pairs = list(entries)
+        self.layout = layout
+        self._entries: dict[Key, Entry] = {entry.key: entry for entry, _ in pairs}
+        self._tensors: dict[Key, torch.Tensor] = {entry.key: tensor for entry, tensor in pairs}
+        self._keys: dict[torch.Tensor, Key] = {tensor: entry.key for entry, tensor in pairs}
+        self._closed = False
+
+    @classmethod
+    def serial(cls, models: Mapping[str, nn.Module], layout: MeshLayout) -> ParameterTable:
+        """Describe uncut models: every rank holds everything, gradients are reduced as the axes say.
+
+        Args:
+            models: Models by name; a parameter shared by two models is one entry with an alias.
+            layout: Axes of the run.
+
+        Raises:
+            UsageError: Two different parameters share memory.
+        """
+        averaged = [axis for axis in layout.axes if axis.gradients == "average"]
+        reduce = GroupSpec(tuple(axis.name for axis in layout.axes if axis.gradients != "none"))
+        divisor = math.prod(axis.degree for axis in averaged)
+        names: dict[torch.Tensor, list[Key]] = {}
+        kinds: dict[torch.Tensor, Literal["parameter", "buffer"]] = {}
+        units: dict[Key, str] = {}
+        for model, module in models.items():
+            blocks = find_blocks(module)
+            for kind, named in (
+                ("parameter", module.named_parameters(remove_duplicate=False)),
+                ("buffer", module.named_buffers(remove_duplicate=False)),
+            ):
+                for name, tensor in named:
+                    names.setdefault(tensor, []).append((model, name))
+                    kinds[tensor] = "parameter" if kind == "parameter" else "buffer"
+                    units[model, name] = _unit_of(name, blocks)
+        refuse_shared_memory(names)
+        everyone = layout.everyone()
+        entries = []
+        for tensor, keys in names.items():
+            entry = Entry(
+                model=keys[0][0],
+                name=keys[0][1],
+                aliases=tuple(keys[1:]),
+                kind=kinds[tensor],
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                trainable=kinds[tensor] == "parameter" and tensor.requires_grad,
+                # A tensor tied across blocks is needed by several units: it belongs to the root.
+                unit=units[keys[0]] if len({units[key] for key in keys}) == 1 else "",
+                parts=(whole_part(tensor.shape, everyone),),
+                reduce=reduce,
+                divisor=divisor,
+            )
+            entries.append((entry, tensor))
+        return cls(entries, layout)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Iterate over the entries in serial order."""
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        """Count the entries."""
+        return len(self._entries)
+
+    def __getitem__(self, key: Key) -> Entry:
+        """Return the entry of ``(model, name)``; aliases resolve to the entry that owns the tensor."""
+        found = self._entries.get(key)
+        if found is not None:
+            return found
+        for entry in self:
+            if key in entry.aliases:
+                return entry
+        raise UsageError(f"model {key[0]!r} has no parameter or buffer named {key[1]!r}", hint="see named_parameters()")
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """Return this rank's local tensor: the Parameter object or buffer inside the model."""
+        return self._tensors[entry.key]
+
+    def entry_of(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry that owns this very object, or None when it is not of the boosted models."""
+        key = self._keys.get(tensor)
+        return None if key is None else self._entries[key]
+
+    def parameters(self) -> Iterator[tuple[Entry, nn.Parameter]]:
+        """Iterate over parameters with their local tensors, in serial order."""
+        for entry in self:
+            tensor = self._tensors[entry.key]
+            if isinstance(tensor, nn.Parameter):
+                yield entry, tensor
+
+    def cut(
+        self,
+        key: Key,
+        *,
+        parts: Iterable[Part] | None = None,
+        reduce: GroupSpec | None = None,
+        divisor: int | None = None,
+        tensor: torch.Tensor | None = None,
+    ) -> Entry:
+        """Write what a strategy did to one parameter, and return the new entry.
+
+        Args:
+            key: The parameter; an alias is accepted.
+            parts: What this rank now holds.
+            reduce: New group for the gradient sum; unchanged when None.
+            divisor: New divisor; unchanged when None.
+            tensor: New local tensor object, where identity could not be kept.
+
+        Raises:
+            UsageError: A part lies outside the parameter or outside the local tensor, or two parts overlap in it.
+        """
+        if self._closed:
+            raise ColossalError(
+                f"parameter {key[1]!r} is cut after the table was closed", hint="strategies cut in apply() only"
+            )
+        entry = self[key]
+        if tensor is not None:
+            self._keys.pop(self._tensors[entry.key])
+            self._tensors[entry.key] = tensor
+            self._keys[tensor] = entry.key
+        changed = evolve(
+            entry,
+            parts=entry.parts if parts is None else tuple(parts),
+            reduce=entry.reduce if reduce is None else reduce,
+            divisor=entry.divisor if divisor is None else divisor,
+        )
+        check_parts(changed, self._tensors[entry.key].shape)
+        self._entries[entry.key] = changed
+        return changed
+
+    def close(self) -> None:
+        """Allow no further cuts."""
+        self._closed = True
+
+    def agreement_lines(self) -> tuple[str, ...]:
+        """Describe the serial models, line by line, for the comparison between ranks before anything is cut."""
+        return tuple(
+            f"{entry.kind} {entry.model}.{entry.name} {tuple(entry.shape)} {str(entry.dtype).removeprefix('torch.')}"
+            f"{'' if entry.kind == 'buffer' else ' trainable' if entry.trainable else ' frozen'}"
+            + (f" tied to {', '.join('.'.join(alias) for alias in entry.aliases)}" if entry.aliases else "")
+            for entry in self
+        )
+
+
+def whole_part(shape: Iterable[int], holders: GroupSpec) -> Part:
+    """Return the part of a parameter that is held whole."""
+    size = tuple(shape)
+    return Part(box=Box((0,) * len(size), size), local=(0,) * len(size), holders=holders)
+
+
+def check_parts(entry: Entry, local_shape: Iterable[int]) -> None:
+    """Refuse parts that leave the parameter or the local tensor, or that overlap in the local tensor.
+
+    Raises:
+        UsageError: As said, naming the parameter and the numbers.
+    """
+    shape, local = tuple(entry.shape), tuple(local_shape)
+    seen: list[Box] = []
+    for part in entry.parts:
+        inside = Box(part.local, part.box.size)
+        for box, limits, where in ((part.box, shape, "its global shape"), (inside, local, "the local tensor")):
+            ends = [start + length for start, length in zip(box.offset, box.size, strict=True)]
+            if len(box.offset) != len(limits) or any(end > limit for end, limit in zip(ends, limits, strict=True)):
+                raise UsageError(
+                    f"part {box} of parameter {entry.name!r} reaches outside {where} {limits}",
+                    hint="correct the strategy that wrote it",
+                )
+        for other in seen:
+            if other.intersect(inside) is not None:
+                raise UsageError(
+                    f"parts {other} and {inside} of parameter {entry.name!r} overlap in the local tensor",
+                    hint="correct the strategy that wrote them",
+                )
+        seen.append(inside)
+
+
+def refuse_shared_memory(names: Mapping[torch.Tensor, list[Key]]) -> None:
+    """Refuse different parameters that share memory: flat buffers would silently untie them.
+
+    Raises:
+        UsageError: Naming both.
+    """
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for tensor, keys in names.items():
+        if tensor.numel() == 0 or tensor.is_meta:
+            continue
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        spans = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
+        first = tensor.storage_offset() * tensor.element_size()
+        last = first + (reach + 1) * tensor.element_size()
+        for start, stop, other in spans:
+            if first < stop and start < last:
+                raise UsageError(
+                    f"parameters {other!r} and {keys[0][1]!r} share memory but are different objects",
+                    hint="tie them by assignment of the Parameter (a.weight = b.weight), or clone one of them",
+                )
+        spans.append((first, last, keys[0][1]))
+
+
+def _unit_of(name: str, blocks: Iterable[str]) -> str:
+    """Return the block that a parameter name lies in, or ``""``."""
+    for block in blocks:
+        if name.startswith(block + "."):
+            return block
+    return ""
