@@ -1,0 +1,424 @@
+"""The hooks of Colossal, version 1: every door through which a plugin comes in.
+
+Names follow one grammar. ``colossal_register_<plural>`` offers records; ``colossal_before_<noun>_<participle>``,
+``colossal_after_<noun>_<participle>`` and ``colossal_on_<noun>_error`` observe. Everything else that a plugin does is a
+method of an interface that its record names, not a hook.
+
+A plugin is a module (or any object) whose functions carry these names and the ``hookimpl`` mark; an implementation may
+leave out arguments that it does not need. An installed plugin is announced by an entry point of the group
+``colossal.plugins``, whose name is the plugin's name. Order is never a means of choice: pieces are chosen by name in the
+plan, and ``tryfirst``, ``trylast`` and wrappers are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, MemoryManagerSpec, StrategySpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from colossal_core.plan import Plan
+
+__all__ = [
+    "GROUP",
+    "OBSERVERS",
+    "PROJECT",
+    "REGISTRATIONS",
+    "colossal_after_checkpoint_saved",
+    "colossal_after_run_finished",
+    "colossal_after_step_taken",
+    "colossal_before_run_started",
+    "colossal_before_step_taken",
+    "colossal_on_run_error",
+    "colossal_register_commands",
+    "colossal_register_diagnostics",
+    "colossal_register_memory_managers",
+    "colossal_register_strategies",
+    "hookimpl",
+]
+
+PROJECT = "colossal"
+"""The project name of pluggy, and the prefix of every hook."""
+
+GROUP = "colossal.plugins"
+"""The entry-point group. There is one only: what a plugin brings is told by its hooks, not by packaging."""
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook of the same name."""
+
+_hookspec = pluggy.HookspecMarker(PROJECT)
+
+REGISTRATIONS: Mapping[str, type] = {
+    "colossal_register_strategies": StrategySpec,
+    "colossal_register_memory_managers": MemoryManagerSpec,
+    "colossal_register_commands": CommandSpec,
+    "colossal_register_diagnostics": DiagnosticSpec,
+}
+"""Registration hooks and the record that each of them offers."""
+
+OBSERVERS: Mapping[str, bool] = {
+    "colossal_before_run_started": False,
+    "colossal_after_run_finished": False,
+    "colossal_before_step_taken": True,
+    "colossal_after_step_taken": True,
+    "colossal_after_checkpoint_saved": True,
+    "colossal_on_run_error": True,
+}
+"""Observer hooks, and whether an error in one is isolated: logged once, the observer skipped from then on.
+
+Where observers may communicate, nothing is isolated: a rank that swallows an error leaves the others waiting.
+"""
+
+
+@_hookspec
+def colossal_register_strategies() -> Iterable[StrategySpec]:
+    """Offer pieces that cut the model.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import AxisSpec, StrategySpec, Target, hookimpl
+
+            @hookimpl
+            def colossal_register_strategies():
+                yield StrategySpec(
+                    name="halves",
+                    summary="Put one half of the model on each rank.",
+                    options=Target("acme_halves.options:Halves"),
+                    target=Target("acme_halves.strategy:HalvesStrategy"),
+                    axes=(AxisSpec(name="tensor", gradients="none"),),
+                    phase="shard",
+                )
+
+    Called:
+        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of plugin
+        names. No process group exists yet.
+
+    May:
+        Only make records. It must not import torch, communicate, read files, or depend on the rank: ranks compare what
+        is active. If it raises, the whole plugin is ``failed`` and none of its records count.
+
+    Args:
+        None.
+
+    Returns:
+        Any iterable of ``StrategySpec``; a generator is the usual form.
+
+    Added in:
+        0.1
+    """
+    return ()
+
+
+@_hookspec
+def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
+    """Offer pieces that own parameters, gradients and optimizer state; a plan uses exactly one.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import MemoryManagerSpec, Target, hookimpl
+
+            @hookimpl
+            def colossal_register_memory_managers():
+                yield MemoryManagerSpec(
+                    name="zero2",
+                    summary="Shard gradients and optimizer state.",
+                    options=Target("colossal_zero.options:Zero"),
+                    presets={"stage": 2},
+                    target=Target("colossal_zero.manager:Zero2"),
+                )
+
+    Called:
+        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of plugin
+        names. No process group exists yet.
+
+    May:
+        Only make records. It must not import torch, communicate, read files, or depend on the rank. If it raises, the
+        whole plugin is ``failed`` and none of its records count.
+
+    Args:
+        None.
+
+    Returns:
+        Any iterable of ``MemoryManagerSpec``.
+
+    Added in:
+        0.1
+    """
+    return ()
+
+
+@_hookspec
+def colossal_register_commands() -> Iterable[CommandSpec]:
+    """Offer commands of the ``colossal`` program.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import CommandSpec, Target, hookimpl
+
+            @hookimpl
+            def colossal_register_commands():
+                yield CommandSpec(
+                    name="pipeline",
+                    summary="Draw pipeline schedules.",
+                    target=Target("colossal_pipeline.commands:pipeline"),
+                )
+
+    Called:
+        Once for each registry, when the plugin is activated, in the order of plugin names. Only the process of the
+        ``colossal`` program uses the records; the target is imported when its command runs.
+
+    May:
+        Only make records. It must not import torch or click: every ``colossal --help`` would pay for it. If it raises,
+        the whole plugin is ``failed``.
+
+    Args:
+        None.
+
+    Returns:
+        Any iterable of ``CommandSpec``. A name of ours, or of another plugin, is an error that names both providers.
+
+    Added in:
+        0.1
+    """
+    return ()
+
+
+@_hookspec
+def colossal_register_diagnostics() -> Iterable[DiagnosticSpec]:
+    """Offer checks for ``colossal doctor``.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import DiagnosticSpec, Target, hookimpl
+
+            @hookimpl
+            def colossal_register_diagnostics():
+                yield DiagnosticSpec(
+                    code="kernels-compiler",
+                    title="A C++ compiler for the CPU kernels",
+                    check=Target("colossal_kernels.probe:check_compiler"),
+                    fix="install g++ or clang, or set CXX",
+                )
+
+    Called:
+        Once for each registry, when the plugin is activated, in the order of plugin names. Only ``colossal doctor`` uses
+        the records: it imports each check, calls it once, and prints the findings.
+
+    May:
+        Only make records. The check itself may import torch, run compilers and touch devices; it must not start a
+        process group.
+
+    Args:
+        None.
+
+    Returns:
+        Any iterable of ``DiagnosticSpec``; each check takes no argument and returns an iterable of ``Finding``.
+
+    Added in:
+        0.1
+    """
+    return ()
+
+
+@_hookspec
+def colossal_before_run_started(plan: Plan) -> None:
+    """Observe that a run is about to start.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_before_run_started(plan):
+                print(f"training in {plan.precision}")
+
+    Called:
+        Once, at the end of ``Booster.boost``, on every rank in lock-step, built-in observers first and then in the order
+        of plugin names. The process group exists.
+
+    May:
+        Issue collectives, if all ranks issue the same ones. An error is not isolated: it ends the run, since a rank that
+        swallowed it would leave the others waiting. The plan is frozen.
+
+    Args:
+        plan: The effective plan.
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
+
+
+@_hookspec
+def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
+    """Observe that a run has ended without an error.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_after_run_finished(summary):
+                print(f"{summary['steps']} steps in {summary['seconds']:.0f} s")
+
+    Called:
+        Once, when the Booster is closed, on every rank in lock-step, in the order of
+        ``colossal_before_run_started``.
+
+    May:
+        Issue collectives, if all ranks issue the same ones. An error is not isolated.
+
+    Args:
+        summary: Name to value, with at least ``steps`` (real optimizer steps of this run) and ``seconds`` (wall-clock
+            time since ``boost``).
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
+
+
+@_hookspec
+def colossal_before_step_taken(step: int) -> None:
+    """Observe that the optimizer is about to take a real step.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_before_step_taken(step):
+                marks.append(step)
+
+    Called:
+        On every rank, at the start of each ``optimizer.step()`` that closes a gradient window; accumulated calls that do
+        nothing are not seen. All observers together have 50 microseconds.
+
+    May:
+        Read. It must not issue collectives, wait for a device, or change parameters. An error is isolated: logged once
+        with the plugin's name, then this observer is skipped.
+
+    Args:
+        step: Number of the step that is about to be taken, counted from 1.
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
+
+
+@_hookspec
+def colossal_after_step_taken(step: int, metrics: Mapping[str, object]) -> None:
+    """Observe that the optimizer has taken a step.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_after_step_taken(step, metrics):
+                if step % 100 == 0:
+                    log(step, float(metrics["grad_norm"]))
+
+    Called:
+        On every rank, at the end of each ``optimizer.step()`` that closed a gradient window. All observers together have
+        50 microseconds.
+
+    May:
+        Read. It must not issue collectives; turning a metric into a Python number may wait for the device. An error is
+        isolated: logged once with the plugin's name, then this observer is skipped.
+
+    Args:
+        step: Number of the step that was taken, counted from 1.
+        metrics: Name to number or detached 0-d tensor, equal on all ranks: ``grad_norm`` (before clipping) and
+            ``stepped`` (False when the update was skipped for non-finite gradients).
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
+
+
+@_hookspec
+def colossal_after_checkpoint_saved(path: Path, step: int) -> None:
+    """Observe that a checkpoint is complete on disk.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_after_checkpoint_saved(path, step):
+                uploads.put(path)
+
+    Called:
+        On every rank, after the barrier that follows the manifest: readers on any rank see a complete checkpoint.
+
+    May:
+        Read the checkpoint. It must not issue collectives or change what is in the folder. An error is isolated: logged
+        once with the plugin's name, then this observer is skipped.
+
+    Args:
+        path: The checkpoint's folder.
+        step: Number of real optimizer steps that it holds.
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
+
+
+@_hookspec
+def colossal_on_run_error(error: BaseException, step: int) -> None:
+    """Observe that a run ends with an error.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import hookimpl
+
+            @hookimpl
+            def colossal_on_run_error(error, step):
+                page(f"failed at step {step}: {error}")
+
+    Called:
+        On the rank that fails, before the error leaves it. Other ranks are usually inside a collective and see nothing.
+
+    May:
+        Read and report. It must not issue collectives, since no other rank would take part. An error in it is isolated
+        and never replaces the one that is reported.
+
+    Args:
+        error: What ends the run.
+        step: Number of real optimizer steps taken before.
+
+    Returns:
+        None.
+
+    Added in:
+        0.1
+    """
