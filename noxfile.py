@@ -1,0 +1,203 @@
+"""Everything that can be run in this repository, one session each; ``nox -l`` lists them.
+
+Environments are made by uv. Three of its habits need care, and are handled at the top: it does not read pip's settings,
+it prefers a CUDA build of torch from the package index, and ``uvx`` runs nox on the first Python it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+SOURCES = [f"packages/{member}/src" for member in MEMBERS]
+
+# The oldest Python of the members. A newer one that runs nox is used as it is.
+OLDEST_PYTHON = (3, 11)
+PYTHON = None if sys.version_info >= OLDEST_PYTHON else "3.11"
+
+# Training ends its ranks before it ends itself; nox would kill it after half a second.
+PATIENCE = {"interrupt_timeout": 30, "terminate_timeout": 10}
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True  # a missing Python is a failure, not a skipped session
+nox.options.sessions = ["lint", "types", "layers", "tests"]
+
+each_member = nox.parametrize("member", MEMBERS, ids=MEMBERS)
+
+
+def prepare_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Say which variables sessions see beyond the caller's own.
+
+    Returns:
+        ``UV_FIND_LINKS`` where only pip's variable is set (pip separates by spaces, uv by commas), else
+        ``UV_TORCH_BACKEND=auto`` where neither is set, so that a machine without a GPU gets a CPU build of torch. Never
+        both: the backend would hide the linked files. One thread per process: a test starts up to eight ranks. Bytecode
+        is kept, because sessions start hundreds of interpreters.
+    """
+    added = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+    if "UV_FIND_LINKS" not in environment:
+        if links := environment.get("PIP_FIND_LINKS", "").split():
+            added["UV_FIND_LINKS"] = ",".join(links)
+        else:
+            added["UV_TORCH_BACKEND"] = environment.get("UV_TORCH_BACKEND", "auto")
+    return added
+
+
+os.environ.update(prepare_environment(dict(os.environ)))
+
+
+def install(session: nox.Session, *members: str, groups: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> None:
+    """Install ``members`` as editable, and dependency ``groups`` (``"lint"``, or ``"packages/core/pyproject.toml:test"``)."""
+    editable = [argument for member in members for argument in ("-e", f"packages/{member}")]
+    chosen = [argument for group in groups for argument in ("--group", group)]
+    session.install(*options, *editable, *chosen)
+
+
+def test_groups(*members: str) -> tuple[str, ...]:
+    """Name the group of each member that holds what its tests need."""
+    return tuple(f"packages/{member}/pyproject.toml:test" for member in members)
+
+
+@nox.session(python=PYTHON)
+def quickstart(session: nox.Session) -> None:
+    """Train a small GPT on two processes: -- [--nproc N] [--plan FILE] [--steps N] [...]."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nproc", default="2")
+    chosen, rest = parser.parse_known_args(session.posargs)
+    install(session, "core", "cli", groups=("quickstart",))
+    session.run("colossal", "run", "--nproc", chosen.nproc, "examples/train_gpt.py", *rest, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+def tests(session: nox.Session) -> None:
+    """Test all members together, and what lies between them: -- [pytest's options]."""
+    install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
+    session.run("pytest", "-m", "not slow", *session.posargs, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+def slow(session: nox.Session) -> None:
+    """Run the tests that take minutes: -- [pytest's options]."""
+    install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
+    session.run("pytest", "-m", "slow", *session.posargs, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+@each_member
+def tests_alone(session: nox.Session, member: str) -> None:
+    """Test one member in an environment that holds only what it declares: -- [pytest's options]."""
+    install(session, member, groups=test_groups(member))
+    session.run("pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+@each_member
+def lowest(session: nox.Session, member: str) -> None:
+    """Test one member with the oldest versions that it declares, torch included (a download of some size)."""
+    floors = ("--no-config", "--resolution", "lowest-direct")
+    install(session, member, groups=test_groups(member), options=floors)
+    session.run("pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+def coverage(session: nox.Session) -> None:
+    """Measure which lines and branches the tests reach, ranks and subprocesses included."""
+    install(session, *MEMBERS, groups=("coverage", *test_groups(*MEMBERS)))
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", "-m", "not slow", "--timeout", "120", *session.posargs, **PATIENCE)
+    session.run("coverage", "combine")
+    session.run("coverage", "report")
+
+
+@nox.session(python=PYTHON)
+def lint(session: nox.Session) -> None:
+    """Check style, spelling, docstrings and metadata: -- --fix repairs what can be repaired."""
+    install(session, groups=("lint",))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("codespell", *([] if not fix else ["--write-changes"]))
+    session.run("interrogate", "--quiet", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples")
+    session.run("validate-pyproject", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/pyproject.toml")))
+
+
+@nox.session(python=PYTHON)
+def types(session: nox.Session) -> None:
+    """Check types with mypy, member by member: test folders share file names, so one run cannot see them all."""
+    install(session, *MEMBERS, groups=("types", *test_groups(*MEMBERS)))
+    for member in MEMBERS:
+        check_types(session, f"packages/{member}/src", f"packages/{member}/tests")
+    check_types(session, "tests")
+    for script in (*sorted(ROOT.glob("examples/*.py")), *sorted(ROOT.glob("benchmarks/*.py")), ROOT / "noxfile.py"):
+        check_types(session, str(script.relative_to(ROOT)))
+
+
+def check_types(session: nox.Session, *paths: str) -> None:
+    """Run mypy on ``paths``, each of them a root of module names."""
+    session.run("mypy", *paths, env={"MYPYPATH": os.pathsep.join(path for path in paths if Path(path).is_dir())})
+
+
+@nox.session(python=PYTHON)
+def pyright(session: nox.Session) -> None:
+    """Check types with pyright too: a second opinion, optional."""
+    install(session, *MEMBERS, groups=("pyright", *test_groups(*MEMBERS)))
+    session.run("pyright", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def layers(session: nox.Session) -> None:
+    """Check the arrows between members and that nothing light reaches torch."""
+    install(session, groups=("layers",))
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)})
+
+
+@nox.session(python=PYTHON)
+@each_member
+def build(session: nox.Session, member: str) -> None:
+    """Build sdist and wheel of one member into dist/, and look into the wheel."""
+    target = Path(session.create_tmp()) / "dist"
+    session.run("uv", "build", f"packages/{member}", "--out-dir", str(target), external=True)
+    (wheel,) = target.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in ("py.typed", "licenses/LICENSE", "METADATA"):
+        if not any(name.endswith(needed) for name in names):
+            session.error(f"{wheel.name} holds no {needed}: {names}")
+    session.log(f"{wheel.name}: {len(names)} files")
+
+
+@nox.session(python=PYTHON)
+def startup(session: nox.Session) -> None:
+    """Time `colossal plugins list` on installed wheels with bytecode: -- [--limit-ms 150]."""
+    target = Path(session.create_tmp()) / "dist"
+    for member in MEMBERS:
+        session.run("uv", "build", "--wheel", f"packages/{member}", "--out-dir", str(target), external=True)
+    session.install("--compile-bytecode", "--reinstall-package", "colossal-core", *map(str, sorted(target.glob("*.whl"))))
+    session.run("python", "benchmarks/startup.py", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def bench_replicated(session: nox.Session) -> None:
+    """Compare the step time and live bytes of `replicated` with torch's DDP: -- [--ranks 2 4] [...]."""
+    install(session, "core", "cli")
+    session.run("python", "benchmarks/replicated.py", *session.posargs, **PATIENCE)
+
+
+@nox.session(python=PYTHON)
+@each_member
+def changelog(session: nox.Session, member: str) -> None:
+    """Show the next changelog entry of one member: -- --write VERSION puts it into CHANGELOG.md."""
+    session.install("towncrier>=24.8")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", metavar="VERSION")
+    version = parser.parse_args(session.posargs).write
+    mode = ["--version", version, "--yes"] if version else ["--version", "next", "--draft"]
+    common = ["--config", "pyproject.toml", "--dir", f"packages/{member}", "--name", f"colossal-{member}"]
+    session.run("towncrier", "build", *common, *mode)
