@@ -22,9 +22,9 @@ from colossal_core.plugins.records import (
 from colossal_core.plugins.target import Target
 
 if TYPE_CHECKING:
+    from colossal_core.plugins.entries import PluginStatus as PluginStatus
+    from colossal_core.plugins.entries import Registered as Registered
     from colossal_core.plugins.layers import PluginFlags as PluginFlags
-    from colossal_core.plugins.registry import PluginStatus as PluginStatus
-    from colossal_core.plugins.registry import Registered as Registered
     from colossal_core.plugins.registry import Registry as Registry
     from colossal_core.plugins.state import PluginSettings as PluginSettings
 
@@ -48,8 +48,8 @@ __all__ = [
 _HOMES = {
     "PluginFlags": "colossal_core.plugins.layers",
     "PluginSettings": "colossal_core.plugins.state",
-    "PluginStatus": "colossal_core.plugins.registry",
-    "Registered": "colossal_core.plugins.registry",
+    "PluginStatus": "colossal_core.plugins.entries",
+    "Registered": "colossal_core.plugins.entries",
     "Registry": "colossal_core.plugins.registry",
 }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, MemoryManagerSpec, StrategySpec
+from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, MemoryManagerSpec, Record, StrategySpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,7 +53,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 _hookspec = pluggy.HookspecMarker(PROJECT)
 
-REGISTRATIONS: Mapping[str, type] = {
+REGISTRATIONS: Mapping[str, type[Record]] = {
     "colossal_register_strategies": StrategySpec,
     "colossal_register_memory_managers": MemoryManagerSpec,
     "colossal_register_commands": CommandSpec,

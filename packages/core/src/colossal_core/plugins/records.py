@@ -25,6 +25,7 @@ __all__ = [
     "MemoryManagerSpec",
     "Phase",
     "PieceSpec",
+    "Record",
     "Severity",
     "StrategySpec",
 ]
@@ -249,6 +250,10 @@ class DiagnosticSpec:
     def name(self) -> str:
         """The code, under the attribute that every record has."""
         return self.code
+
+
+Record: TypeAlias = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec
+"""What a registration hook can offer."""
 
 
 @final

@@ -7,7 +7,6 @@ listed without importing its implementation, and torch with it.
 from __future__ import annotations
 
 import re
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, final
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Target", "describe_failure"]
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+_OWN_FRAMES = {__name__.partition(".")[0], "attr", "importlib", "pluggy"}
 
 
 def _is_path(_target: object, _field: attrs.Attribute[str], value: object) -> None:
@@ -85,22 +86,26 @@ class Target:
         return value
 
 
-def describe_failure(error: BaseException) -> str:
-    """Return two indented lines for an error raised by foreign code: what it was, and the file and line to look at."""
+def describe_failure(error: BaseException, place: str = "") -> str:
+    """Return two indented lines for an error raised by foreign code: what it was, and the file and line to look at.
+
+    Args:
+        error: The error, with its traceback.
+        place: Where to look when the traceback never left this package.
+    """
     summary = f"{type(error).__name__}: {error}".replace("\n", "\n  ")
-    place = _find_place(error)
+    place = _find_place(error) or place
     return f"  {summary}\n  at {place}" if place else f"  {summary}"
 
 
 def _find_place(error: BaseException) -> str:
-    """Return ``file:line`` of the deepest frame outside this package, or of the syntax error itself."""
+    """Return ``file:line`` of the deepest frame that is the plugin's, or of the syntax error itself; empty if none is."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = _list_places(error.__traceback__)
-    own = __name__.partition(".")[0]
-    foreign = [place for module, place in places if module.partition(".")[0] not in {own, "attr", "importlib"}]
     # A wrong record raises in our validators; the line to mend is the plugin's, just above.
-    return (foreign or [place for _, place in places] or [""])[-1]
+    foreign = [place for module, place in places if module.partition(".")[0] not in _OWN_FRAMES]
+    return foreign[-1] if foreign else ""
 
 
 def _list_places(trace: TracebackType | None) -> list[tuple[str, str]]:
@@ -109,7 +114,7 @@ def _list_places(trace: TracebackType | None) -> list[tuple[str, str]]:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         module = str(trace.tb_frame.f_globals.get("__name__", ""))
-        if not file.startswith("<") and module not in sys.builtin_module_names:
+        if not file.startswith("<"):
             places.append((module, f"{file}:{trace.tb_lineno}"))
         trace = trace.tb_next
     return places
