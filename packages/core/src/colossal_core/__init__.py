@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from colossal_core.errors import CheckpointError as CheckpointError
     from colossal_core.errors import ColossalError as ColossalError
     from colossal_core.errors import DuplicateNameError as DuplicateNameError
+    from colossal_core.errors import NonFiniteError as NonFiniteError
     from colossal_core.errors import PlanError as PlanError
     from colossal_core.errors import PluginError as PluginError
     from colossal_core.errors import PluginLoadError as PluginLoadError
@@ -34,6 +35,7 @@ _HOMES = {
     "CheckpointError": "colossal_core.errors",
     "ColossalError": "colossal_core.errors",
     "DuplicateNameError": "colossal_core.errors",
+    "NonFiniteError": "colossal_core.errors",
     "Plan": "colossal_core.plan",
     "PlanError": "colossal_core.errors",
     "PluginError": "colossal_core.errors",
@@ -54,6 +56,7 @@ __all__ = [
     "CheckpointError",
     "ColossalError",
     "DuplicateNameError",
+    "NonFiniteError",
     "Plan",
     "PlanError",
     "PluginError",

@@ -20,6 +20,7 @@ one. Errors survive pickling, since they travel between processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -27,12 +28,14 @@ __all__ = [
     "CheckpointError",
     "ColossalError",
     "DuplicateNameError",
+    "NonFiniteError",
     "PlanError",
     "PluginError",
     "PluginLoadError",
     "RankMismatchError",
     "UnknownNameError",
     "UsageError",
+    "join_errors",
 ]
 
 
@@ -120,7 +123,33 @@ class RankMismatchError(ColossalError):
     default_code = "C030"
 
 
+class NonFiniteError(ColossalError):
+    """A gradient is infinite or NaN. Raised on all ranks before anything is updated; names the parameters."""
+
+    default_code = "C050"
+
+
 class CheckpointError(ColossalError):
     """A checkpoint is missing, incomplete, damaged or does not belong to this model."""
 
     default_code = "C040"
+
+
+def join_errors(errors: Sequence[ColossalError], subject: str) -> ColossalError:
+    """Return one error for all that was found, so that a user mends everything at once.
+
+    One error is returned as it is. Several become a numbered list with the next step of each: a ``CapabilityError``
+    when all of them are, else a ``PlanError``.
+
+    Args:
+        errors: What was found, at least one.
+        subject: What has the problems, ``"the plan"``.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"{subject} has {len(errors)} problems"]
+    for number, error in enumerate(errors, start=1):
+        indented = str(error).replace("\n", "\n   ")
+        lines.append(f"  {number}. {indented}")
+    kind = CapabilityError if all(isinstance(error, CapabilityError) for error in errors) else PlanError
+    return kind("\n".join(lines))

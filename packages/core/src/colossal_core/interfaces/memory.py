@@ -1,0 +1,120 @@
+"""What holds parameters, gradients and optimizer states, reduces gradients, and runs the update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from colossal_core.runtime.context import Context
+    from colossal_core.runtime.precision import Precision
+    from colossal_core.runtime.table import ParameterTable, Place
+
+__all__ = ["AbstractMemoryManager", "StepOutcome"]
+
+
+@frozen(kw_only=True)
+class StepOutcome:
+    """What one call of ``step`` did, the same on every rank.
+
+    Attributes:
+        kind: ``"stepped"``, or ``"skipped"`` when gradients were not finite and the plan says to skip.
+        grad_norm: Norm of all gradients before clipping; NaN or infinite when skipped.
+        non_finite: Parameters with a non-finite gradient on this rank when skipped.
+    """
+
+    kind: Literal["stepped", "skipped"]
+    grad_norm: float
+    non_finite: tuple[str, ...] = field(default=(), converter=tuple)
+
+
+class AbstractMemoryManager(ABC):
+    """Takes the local tensors that the strategies left. Built with its options object as the only argument.
+
+    A plan has exactly one. Optimizers are named by their position in the ``boost`` call.
+    """
+
+    @abstractmethod
+    def attach(
+        self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
+    ) -> None:
+        """Take over parameters, gradients and existing optimizer states; called once, on every rank.
+
+        Args:
+            models: The models, cut as planned.
+            optimizers: The user's optimizers; their parameter groups stay the user's and are read at each step.
+            context: Mesh, table (closed), collectives, plan and precision.
+        """
+
+    @abstractmethod
+    def hold(self, optimizer: int | None = None) -> AbstractContextManager[None]:
+        """Return a context in which backward is known not to be the last of its window."""
+
+    @abstractmethod
+    def finish(self, optimizer: int, *, norm_type: float = 2.0) -> float:
+        """Reduce what is not reduced yet and return the gradient norm; collective, idempotent.
+
+        Args:
+            optimizer: Which one.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, the same on every rank; not finite when any gradient on any rank is not.
+        """
+
+    @abstractmethod
+    def step(self, optimizer: int, *, scale: float) -> None:
+        """Update with gradients multiplied by ``scale``, then close the window; after :meth:`finish`, on every rank."""
+
+    @abstractmethod
+    def skip(self, optimizer: int) -> None:
+        """Close the window without an update; gradients, values and states stay as they are."""
+
+    @abstractmethod
+    def non_finite(self, optimizer: int) -> list[str]:
+        """Return the parameters whose reduced gradient on this rank is not finite."""
+
+    @abstractmethod
+    def places(self) -> Iterator[Place]:
+        """Publish where values, masters, gradients and states live on this rank: the second book."""
+
+    @abstractmethod
+    def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the optimizer's state by parameter, in full shapes; may communicate, on every rank."""
+
+    @abstractmethod
+    def load_state(self, optimizer: int, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Replace the optimizer's state; the inverse of :meth:`state`."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Give the models back: every parameter owns its memory again, hooks are gone."""
+
+    @abstractmethod
+    def estimate(
+        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
+    ) -> Mapping[str, int]:
+        """Return bytes on this rank by category, from the table alone, before anything is allocated.
+
+        Args:
+            table: The parameters.
+            precision: Dtypes of the plan.
+            optimizer_states: States per element that the optimizer keeps (2 for Adam).
+
+        Returns:
+            Bytes under ``values``, ``gradients``, ``masters`` and ``states``.
+        """
+
+    def full_parameters(self, model: nn.Module) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Return a context that shows every parameter of a model whole, by serial name; edits are kept.
+
+        The default serves managers that never release parameters.
+        """
+        return nullcontext({name: parameter.detach() for name, parameter in model.named_parameters()})

@@ -1,0 +1,142 @@
+"""What a batch is, how a model is called with it, and what a rank's share of it weighs.
+
+The one idea: the loss of a global batch is a weighted mean of the ranks' losses, and the weight is whatever the rank's
+own mean was taken over: valid targets where the criterion ignores some, elements otherwise, or what the user says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from attrs import frozen
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from colossal_core.errors import UsageError
+
+__all__ = ["Call", "Weight", "loss_of", "loss_weight", "split_batch"]
+
+Criterion = Callable[..., torch.Tensor]
+Weight = float | Callable[[Any], float] | None
+_IGNORING = (nn.CrossEntropyLoss, nn.NLLLoss)
+_IGNORING_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+
+
+@frozen
+class Call:
+    """How a batch becomes a call of the model and of the criterion.
+
+    Attributes:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        target: Second argument of the criterion: the target, or the whole mapping.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+
+def split_batch(batch: Any, device: torch.device) -> Call:
+    """Read a batch, moved to the device.
+
+    Args:
+        batch: ``(inputs, target)`` with inputs a tensor, a tuple or a mapping; or one mapping, whose items become
+            keyword arguments of the model.
+        device: Where the model is.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    if isinstance(batch, Mapping):
+        return Call((), dict(batch), batch)
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # noqa: PLR2004 - a pair
+        size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise UsageError(
+            f"a batch is {type(batch).__name__}{size}, expected (inputs, target) or one mapping",
+            hint="regroup it, e.g. ((ids, mask), labels) or {'input_ids': ids, 'labels': labels}",
+        )
+    inputs, target = batch
+    if isinstance(inputs, Mapping):
+        return Call((), dict(inputs), target)
+    return Call(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}, target)
+
+
+def loss_of(outputs: Any, call: Call, criterion: Criterion | None) -> torch.Tensor:
+    """Return the loss of a model's outputs.
+
+    Raises:
+        UsageError: There is none, or it is no scalar tensor that requires gradients.
+    """
+    if criterion is not None:
+        loss = criterion(outputs, call.target)
+        source = "the criterion returned"
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        source = "without a criterion the model's output has a loss of"
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"{source} {loss!r}, expected a tensor", hint="pass criterion=, or return the loss")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"{source} a tensor of shape {tuple(loss.shape)}, expected a scalar",
+            hint="reduce it to its mean over the samples of this rank",
+        )
+    return loss.reshape(())
+
+
+def loss_weight(batch: Any, call: Call, criterion: Criterion | None, weight: Weight) -> float | None:
+    """Return what a rank's loss weighs in the mean over the global batch.
+
+    The first that applies: the user's ``weight``; the number of targets that the criterion counts; the number of
+    samples.
+
+    Returns:
+        The weight, or None when the criterion sums, so that the global loss is the plain sum.
+
+    Raises:
+        UsageError: The weight is negative or not finite, the criterion does not reduce, or no batch size is found.
+    """
+    if weight is not None:
+        value = float(weight(batch) if callable(weight) else weight)
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"the weight of the batch is {value}", hint="give a finite number of at least 0")
+        return value
+    reduction = getattr(criterion, "reduction", "mean")
+    if reduction == "none":
+        raise UsageError("the criterion has reduction='none'", hint="use reduction='mean' or 'sum'")
+    if reduction == "sum":
+        return None
+    counted = _counted_targets(call.target, criterion)
+    return float(_batch_size(call)) if counted is None else counted
+
+
+def _counted_targets(target: Any, criterion: Criterion | None) -> float | None:
+    """Return what the mean of a classification loss divides by, or None for other criteria."""
+    if not isinstance(target, torch.Tensor):
+        return None
+    if isinstance(criterion, _IGNORING):
+        ignore, class_weights = criterion.ignore_index, criterion.weight
+    elif any(criterion is function for function in _IGNORING_FUNCTIONS):
+        ignore, class_weights = -100, None
+    else:
+        return float(target.numel()) if isinstance(criterion, nn.modules.loss._Loss) else None
+    if target.is_floating_point():  # class probabilities: the mean is over everything but the class dim
+        return float(target.numel() // (target.shape[1] if target.dim() > 1 else target.shape[0]))
+    valid = target != ignore
+    if class_weights is None:
+        return float(valid.sum())
+    return float(class_weights.to(target.device)[target[valid]].sum())
+
+
+def _batch_size(call: Call) -> int:
+    """Return dim 0 of the target, else of the first tensor among the inputs."""
+    leaves = [*pytree.tree_leaves(call.target), *pytree.tree_leaves((call.args, call.kwargs))]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise UsageError("the batch holds no tensor with a batch dim", hint="pass weight= to forward_backward")

@@ -1,0 +1,280 @@
+"""The Booster: a few lines in the user's own loop.
+
+::
+
+    launch()
+    booster = Booster(precision="bf16", max_grad_norm=1.0)
+    model, optimizer, scheduler = booster.boost(model, optimizer, scheduler)
+    for batch in batches:
+        loss = booster.forward_backward(model, batch, criterion)   # or criterion(model(x), y).backward()
+        optimizer.step(); scheduler.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from colossal_core.building import build_plan
+from colossal_core.errors import UsageError
+from colossal_core.mesh import GroupSpec
+from colossal_core.plugins import Registry
+from colossal_core.runtime.agreement import Agreement
+from colossal_core.runtime.batches import Weight
+from colossal_core.runtime.boosting import build_engine
+from colossal_core.runtime.launch import current_world, rendezvous_store
+from colossal_core.runtime.objects import sort_objects
+from colossal_core.runtime.optimizer import BoostedOptimizer
+from colossal_core.runtime.scheduler import follow_real_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_core.plan import Plan
+    from colossal_core.runtime.engine import Engine
+    from colossal_core.runtime.ledger import Transfer
+
+__all__ = ["Booster"]
+
+
+@final
+class Booster:
+    """Puts the pieces of a plan together around the user's model and optimizer.
+
+    One Booster boosts once; several models and optimizers go into one call.
+    """
+
+    def __init__(
+        self,
+        *pieces: object,
+        plan: Plan | Mapping[str, object] | str | Path | None = None,
+        registry: Registry | None = None,
+        **settings: object,
+    ) -> None:
+        """Make the plan; nothing is communicated, and no model is needed.
+
+        Args:
+            pieces: Option objects such as ``Zero(stage=1)``, or names such as ``"zero1"``.
+            plan: A plan, a mapping, or the path of a TOML file. Pieces and settings then only add what it leaves open.
+            registry: Where pieces come from; by default every installed plugin that is enabled here.
+            settings: ``precision``, ``max_grad_norm``, ``accumulate``, ``data``, ``keep_float32``,
+                ``synchronise_batchnorm``, ``nonfinite``: see :class:`colossal_core.Plan`.
+
+        Raises:
+            UsageError: The plan contradicts itself, or a name is unknown; lists everything that is wrong.
+            PluginError: A plugin that the plan needs failed.
+        """
+        self.registry = Registry.discover(load_local=True) if registry is None else registry
+        self.plan: Plan = build_plan(self.registry, pieces, plan=plan, **settings)
+        self.world = current_world()
+        self._engine: Engine | None = None
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def boost(self, *objects: Any, **named: Any) -> Any:
+        """Cut, shard and wrap the objects as planned; collective over all ranks.
+
+        Args:
+            objects: Models, optimizers, schedulers, criteria, or None, in any order.
+            named: The same, with names: ``generator=g``.
+
+        Returns:
+            What was given, in that order, one object alone. Models are the same objects, changed in place; optimizers
+            and schedulers are new objects over the user's.
+
+        Raises:
+            ColossalError: Something does not fit; raised on every rank, with the objects unchanged.
+        """
+        if self._engine is not None:
+            raise UsageError(
+                "this Booster has boosted already",
+                hint="pass everything to one boost() call, or make a second Booster for other models",
+            )
+        agreement = Agreement(rendezvous_store(), self.world.rank, self.world.world_size)
+        sorted_objects = agreement.attempt("boost", lambda: sort_objects(objects, named))
+        self.registry.observers.before_run_started(self.plan)
+        engine = build_engine(sorted_objects, self.plan, self.registry, self.world, agreement)
+        self._engine = engine
+        replaced: dict[int, Any] = {}
+        for index, optimizer in enumerate(sorted_objects.optimizers):
+            boosted = BoostedOptimizer(optimizer, engine, index)
+            engine.optimizers.append(boosted)
+            replaced[sorted_objects.position(optimizer)] = boosted
+        for scheduler in sorted_objects.schedulers:
+            followed = self._optimizer_of(scheduler, engine)
+            if followed is not None:
+                replaced[sorted_objects.position(scheduler)] = follow_real_steps(scheduler, followed)
+        atexit.register(self._finish_run)
+        results = tuple(replaced.get(index, thing) for index, thing in enumerate(sorted_objects.order))
+        return results[0] if len(results) == 1 else results
+
+    def release(self, model: nn.Module) -> nn.Module:
+        """Give the models of this Booster back as plain ones, in the dtype that they compute in, and return ``model``.
+
+        All models and optimizers of the ``boost`` call are released; parameters own their memory again.
+        """
+        engine = self._built("release")
+        self._check_model(model)
+        for handle in engine.handles:
+            handle.remove()
+        engine.manager.detach()
+        self._engine = None
+        return model
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        *,
+        weight: Weight = None,
+    ) -> torch.Tensor:
+        """Run forward and backward on this rank's share of a batch.
+
+        Gradients become those of the mean loss over the global batch, whatever the shares. The weight of a share in
+        that mean is, the first that applies: ``weight``; the targets that a torch loss counts; the number of samples.
+
+        Args:
+            model: A boosted model.
+            batch: ``(inputs, target)``, inputs being a tensor, a tuple of arguments or a mapping of keyword arguments;
+                or one mapping, whose items are keyword arguments and which is the criterion's second argument.
+            criterion: ``criterion(outputs, target) -> loss``; None when the outputs carry a ``loss``.
+            weight: Weight of this share: a number, or a function of the batch.
+
+        Returns:
+            The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.
+
+        Raises:
+            UsageError: The batch, the criterion or the loss is not as described.
+            RankMismatchError: It is so on another rank.
+        """
+        engine = self._built("forward_backward")
+        self._check_model(model)
+        try:
+            return engine.executor.run(model, batch, criterion, weight)
+        except Exception as error:
+            self.registry.observers.on_run_error(error, engine.num_steps)
+            raise
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Launch no reduction from inside the backward passes of this context: more will follow before ``step()``.
+
+        Results are the same without it; it saves traffic where the number of backward passes changes from step to step.
+        """
+        with self._built("no_sync").manager.hold():
+            yield
+
+    def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
+        """Return the weighted mean of a number over the ranks that bring different samples; collective.
+
+        Args:
+            value: This rank's number.
+            weight: Its weight, at least 0.
+        """
+        engine = self._built("mean")
+        axes = tuple(axis.name for axis in engine.context.mesh.layout.axes if axis.divides_batch)
+        pair = torch.tensor([float(value) * weight, weight], dtype=torch.float64, device=self.world.device)
+        group = engine.context.mesh.group(GroupSpec(axes))
+        engine.context.collectives.all_reduce(pair, group, phase="metrics").wait()
+        total, weights = pair.tolist()
+        if not weights > 0:
+            raise UsageError(f"the weights of all ranks sum to {weights}", hint="give at least one a positive weight")
+        return float(total / weights)
+
+    def full_parameters(self, model: nn.Module) -> Any:
+        """Return a context that shows every parameter of a model whole, by serial name; edits are kept."""
+        self._check_model(model)
+        return self._built("full_parameters").manager.full_parameters(model)
+
+    # --- where this rank is ------------------------------------------------------------------------------------------
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many shares the global batch is divided."""
+        return self.plan.layout(self.world.world_size).data_degree
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this rank brings, in ``[0, data_degree)``."""
+        return self.plan.layout(self.world.world_size).data_coordinate(self.world.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one that prints and writes."""
+        return self.world.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_first:
+            print(*values, **options)  # noqa: T201 - that is what it is for
+
+    @property
+    def step(self) -> int:
+        """Real steps so far, of the first optimizer."""
+        return 0 if self._engine is None else self._engine.num_steps
+
+    # --- reports -----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return the effective plan as lines of ``key = value  (origin)``."""
+        return "\n".join(f"{key} = {value}  ({origin})" for key, value, origin in self.plan.rows())
+
+    def report(self) -> dict[str, Any]:
+        """Return what this rank holds and what the last step moved.
+
+        Returns:
+            ``memory``: bytes by category; ``traffic``: words received in the last step, by group and phase.
+        """
+        engine = self._built("report")
+        memory: dict[str, int] = {}
+        for place in engine.manager.places():
+            category = place.state if place.state in {"value", "master", "gradient"} else "optimizer state"
+            memory[category] = memory.get(category, 0) + place.tensor.numel() * place.tensor.element_size()
+        traffic: dict[str, float] = {}
+        for transfer in self.last_traffic:
+            key = f"{transfer.group} {transfer.phase}"
+            traffic[key] = traffic.get(key, 0.0) + transfer.received_words
+        return {"memory": memory, "traffic": traffic}
+
+    @property
+    def last_traffic(self) -> tuple[Transfer, ...]:
+        """Every transfer of the last step, in order."""
+        return self._built("last_traffic").context.collectives.ledger.last_step
+
+    # --- internals ---------------------------------------------------------------------------------------------------
+
+    def _built(self, name: str) -> Engine:
+        """Return the engine, or say that ``boost`` comes first."""
+        if self._engine is None:
+            raise UsageError(f"{name} needs a boosted model", hint="call booster.boost(model, optimizer) first")
+        return self._engine
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this Booster did not boost."""
+        models = self._built("this call").models
+        if not any(model is known for known in models.values()):
+            raise UsageError(
+                f"this {type(model).__name__} was not boosted by this Booster, which has {', '.join(models)}",
+                hint="pass the model that boost() returned",
+            )
+
+    @staticmethod
+    def _optimizer_of(scheduler: Any, engine: Engine) -> BoostedOptimizer | None:
+        """Return the boosted optimizer whose groups a scheduler changes."""
+        for optimizer in engine.optimizers:
+            if scheduler.optimizer is optimizer.user:
+                return optimizer
+        return None
+
+    def _finish_run(self) -> None:
+        """Tell observers at exit that the run has ended."""
+        if self._engine is not None:
+            self.registry.observers.after_run_finished({"steps": self._engine.num_steps})

@@ -1,0 +1,227 @@
+"""``boost``: propose, then apply.
+
+The one idea: everything that can be wrong is found before the user's objects change, and on every rank: errors of one
+rank travel through the rendezvous store, never through a collective that the others might not reach. Then the pieces are
+put together in one order: mesh, strategies outermost first, memory manager, executor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from colossal_core.errors import UsageError
+from colossal_core.interfaces import AbstractBorder, AbstractExecutor, AbstractMemoryManager, AbstractStrategy, Proposal
+from colossal_core.mesh import GroupSpec, MeshLayout
+from colossal_core.plugins.agreement import explain_disagreement
+from colossal_core.runtime.borders import hook_border
+from colossal_core.runtime.collectives import Collectives
+from colossal_core.runtime.context import Context
+from colossal_core.runtime.engine import Engine
+from colossal_core.runtime.executor import PlainExecutor
+from colossal_core.runtime.mesh import GRADIENTS, Mesh
+from colossal_core.runtime.objects import Objects, check_model
+from colossal_core.runtime.optimizers import optimizer_spec
+from colossal_core.runtime.precision import Precision, cast_borders
+from colossal_core.runtime.table import ParameterTable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_core.plan import Plan
+    from colossal_core.plugins import Registry
+    from colossal_core.runtime.agreement import Agreement
+    from colossal_core.runtime.launch import World
+
+__all__ = ["build_engine"]
+
+
+@frozen(kw_only=True)
+class _Proposed:
+    """The outcome of the pure half.
+
+    Attributes:
+        layout: Axes of the run.
+        table: Serial entries.
+        strategies: Strategies with their proposals, in order of application.
+        manager: The memory manager, not attached yet.
+        precision: Dtypes.
+    """
+
+    layout: MeshLayout
+    table: ParameterTable
+    strategies: tuple[tuple[AbstractStrategy, Proposal], ...]
+    manager: AbstractMemoryManager
+    precision: Precision
+
+
+def build_engine(objects: Objects, plan: Plan, registry: Registry, world: World, agreement: Agreement) -> Engine:
+    """Check everything on every rank, then cut the models and attach the memory manager; collective.
+
+    Args:
+        objects: What ``boost`` was given.
+        plan: The plan.
+        registry: Where pieces and observers come from.
+        world: The place of this process.
+        agreement: How ranks compare before they communicate.
+
+    Raises:
+        ColossalError: The objects, the plan or the ranks do not fit; on every rank, with nothing changed.
+    """
+    agreement.compare("plugins and versions", registry.agreement_lines(), explain_disagreement)
+    rows = [f"{key} = {value}" for key, value, _ in plan.rows()]
+    agreement.compare("the plan", [*rows, f"digest {plan.digest()}"], explain_disagreement)
+    proposed = agreement.attempt("boost", lambda: _propose(objects, plan, world))
+    lines = [*proposed.table.agreement_lines(), *_optimizer_lines(objects, proposed.table)]
+    agreement.compare("the model", lines, explain_disagreement)
+
+    for model in objects.models.values():
+        model.to(world.device)
+    mesh = Mesh(proposed.layout, world.rank, world.device)
+    context = Context(
+        mesh=mesh,
+        table=proposed.table,
+        collectives=Collectives(),
+        plan=plan,
+        precision=proposed.precision,
+    )
+    _make_equal(context, agreement)
+    for strategy, proposal in proposed.strategies:
+        for spec in proposal.groups:
+            mesh.group(spec)
+        strategy.apply(objects.models, proposal, context)
+    proposed.table.close()
+    _create_groups(context, agreement, len(objects.optimizers))
+    proposed.manager.attach(objects.models, objects.optimizers, context)
+    borders = [strategy.borders(objects.models, context) for strategy, _ in proposed.strategies]
+    executors = [strategy.executor(context) for strategy, _ in proposed.strategies]
+    executor: AbstractExecutor = next((found for found in executors if found), PlainExecutor(context, agreement))
+    engine = Engine(context, proposed.manager, executor, objects.models, agreement, registry.observers)
+    _install_borders(engine, borders)
+    return engine
+
+
+def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
+    """Decide everything without changing or communicating anything."""
+    layout = plan.layout(world.world_size)
+    for name, model in objects.models.items():
+        check_model(name, model)
+    table = ParameterTable.serial(objects.models, layout)
+    owners: dict[torch.Tensor, int] = {}
+    for index, optimizer in enumerate(objects.optimizers):
+        optimizer_spec(optimizer)
+        _check_owners(table, optimizer, index, owners)
+    precision = Precision(plan.precision, tuple(plan.keep_float32))
+    precision.dtypes(objects.models.values())
+    strategies = []
+    for piece in plan.strategies:
+        kind = piece.record.target.load()
+        strategy: AbstractStrategy = kind(piece.options)
+        proposal = strategy.propose(objects.models, plan, layout, world.rank)
+        for finding in proposal.findings:
+            if finding.severity == "error":
+                raise UsageError(finding.message, hint=finding.hint, code=finding.code)
+            if world.rank == 0:
+                warnings.warn(f"{piece.record.name}: {finding.message}", stacklevel=6)
+        strategies.append((strategy, proposal))
+    manager: AbstractMemoryManager = plan.memory.record.target.load()(plan.memory.options)
+    return _Proposed(
+        layout=layout, table=table, strategies=tuple(strategies), manager=manager, precision=precision
+    )
+
+
+def _check_owners(
+    table: ParameterTable, optimizer: torch.optim.Optimizer, index: int, owners: dict[torch.Tensor, int]
+) -> None:
+    """Refuse foreign parameters, and parameters that two optimizers share."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            entry = table.entry_of(parameter)
+            if entry is None:
+                raise UsageError(
+                    f"parameter group {number} of {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that belongs to none of the models",
+                    hint="build the optimizer from the parameters of the models that you pass to boost",
+                )
+            if owners.setdefault(parameter, index) != index:
+                raise UsageError(
+                    f"parameter {entry.name!r} is in two optimizers",
+                    hint="give each parameter to one optimizer",
+                )
+
+
+def _optimizer_lines(objects: Objects, table: ParameterTable) -> list[str]:
+    """Describe the optimizers for the comparison between ranks."""
+    lines = []
+    for optimizer in objects.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            entries = [table.entry_of(parameter) for parameter in group["params"]]
+            names = ",".join(".".join(entry.key) for entry in entries if entry is not None)
+            digest = hashlib.sha256(names.encode()).hexdigest()[:12]
+            lines.append(f"{type(optimizer).__name__} group {number}: {len(entries)} parameters, order {digest}")
+    return lines
+
+
+def _make_equal(context: Context, agreement: Agreement) -> None:
+    """Check that all ranks start from equal values; where they do not, take the first rank's, and say so once."""
+    tensors = [(entry, context.table.tensor(entry)) for entry in context.table]
+    digests = agreement.share("values", _digest([tensor for _, tensor in tensors]))
+    if len(set(digests)) == 1:
+        return
+    if context.mesh.rank == 0:
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        warnings.warn(
+            f"ranks {different} were built with other values than rank 0; the values of rank 0 are used. "
+            "Call launch() before building the model to seed all ranks alike.",
+            stacklevel=5,
+        )
+    everyone = context.mesh.everyone()
+    for _, tensor in tensors:
+        if tensor.numel():
+            flat = tensor.detach().contiguous().reshape(-1)
+            context.collectives.broadcast(flat.view(torch.uint8), everyone, source=0, phase="setup").wait()
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    """Hash the bytes of tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return found.hexdigest()
+
+
+def _create_groups(context: Context, agreement: Agreement, num_optimizers: int) -> None:
+    """Create every group that any rank's table asks for, in one order on all ranks.
+
+    Creating a process group is collective over the world, but ranks may hold different parameters.
+    """
+    mine = {spec for entry in context.table for spec in (entry.reduce, *(part.sum_over for part in entry.parts))}
+    texts = agreement.share("groups", json.dumps([[spec.axes, spec.blocks] for spec in mine if spec.axes]))
+    specs: dict[str, GroupSpec] = {}
+    for text in texts:
+        for axes, blocks in json.loads(text):
+            as_tuples = None if blocks is None else tuple(tuple(tuple(place) for place in block) for block in blocks)
+            specs[json.dumps([axes, blocks])] = GroupSpec(axes, as_tuples)
+    context.mesh.everyone()
+    for index in range(num_optimizers):
+        for _, spec in sorted(specs.items()):
+            context.mesh.group(spec, f"{GRADIENTS}.{index}")
+
+
+def _install_borders(engine: Engine, borders: list[Mapping[str, AbstractBorder]]) -> None:
+    """Hook the casts of the precision, outermost, and the borders of the strategies."""
+    for name, model in engine.models.items():
+        for module, cast in cast_borders(model, engine.context.precision):
+            engine.handles.extend(hook_border(module, cast))
+        for found in borders:
+            border = found.get(name)
+            if border is not None:
+                engine.handles.extend(hook_border(model, border))

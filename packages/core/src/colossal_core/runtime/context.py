@@ -1,0 +1,35 @@
+"""What every piece is given: the mesh, the book, the wire and the plan, as one value instead of globals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from colossal_core.plan import Plan
+    from colossal_core.runtime.collectives import Collectives
+    from colossal_core.runtime.mesh import Mesh
+    from colossal_core.runtime.precision import Precision
+    from colossal_core.runtime.table import ParameterTable
+
+__all__ = ["Context"]
+
+
+@frozen(kw_only=True, eq=False)
+class Context:
+    """Handed to strategies, the memory manager and the executor; valid until ``booster.release``.
+
+    Attributes:
+        mesh: Ranks and groups.
+        table: The parameter table.
+        collectives: The only way to communicate, with its ledger.
+        plan: The plan of this run.
+        precision: Dtypes of the plan.
+    """
+
+    mesh: Mesh
+    table: ParameterTable
+    collectives: Collectives
+    plan: Plan
+    precision: Precision

@@ -1,0 +1,113 @@
+"""What a Booster has built, and the bookkeeping of a run around each step.
+
+The one idea: the engine owns the pieces that ``boost`` put together (context, memory manager, executor) and is what the
+boosted objects talk to, so those never reach up into the Booster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from colossal_core.errors import NonFiniteError, UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from colossal_core.interfaces import AbstractExecutor, AbstractMemoryManager
+    from colossal_core.plugins.observers import Observers
+    from colossal_core.runtime.agreement import Agreement
+    from colossal_core.runtime.context import Context
+    from colossal_core.runtime.optimizer import BoostedOptimizer
+
+__all__ = ["Engine"]
+
+SHOWN_NAMES = 5
+"""Names listed in an error before the rest is counted."""
+
+
+@final
+class Engine:
+    """The built pieces of one ``boost`` call, from then until ``release``.
+
+    Attributes:
+        context: Mesh, table, collectives, plan and precision.
+        manager: The memory manager.
+        executor: Runs ``forward_backward``.
+        models: The boosted models by name.
+        optimizers: The boosted optimizers, in the order of the ``boost`` call.
+        handles: Hooks on the models, to be removed at release.
+        num_steps: Real steps of the first optimizer so far.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        manager: AbstractMemoryManager,
+        executor: AbstractExecutor,
+        models: Mapping[str, nn.Module],
+        agreement: Agreement,
+        observers: Observers,
+    ) -> None:
+        """Hold the pieces."""
+        self.context = context
+        self.manager = manager
+        self.executor = executor
+        self.models = dict(models)
+        self.optimizers: list[BoostedOptimizer] = []
+        self.handles: list[RemovableHandle] = []
+        self.num_steps = 0
+        self._agreement = agreement
+        self._observers = observers
+
+    def before_step(self) -> None:
+        """Tell observers that a step is about to be taken."""
+        self._observers.before_step_taken(self.num_steps)
+
+    def after_step(self, metrics: Mapping[str, object], *, is_first: bool) -> None:
+        """Close the ledger's step, and tell observers; steps are counted by the first optimizer."""
+        self.context.collectives.ledger.end_step()
+        self._observers.after_step_taken(self.num_steps, metrics)
+        if is_first:
+            self.num_steps += 1
+
+    def collect_non_finite(self, optimizer: int) -> list[str]:
+        """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it."""
+        mine = self.manager.non_finite(optimizer)
+        found = {name for text in self._agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")}
+        return [entry.name for entry in self.context.table if entry.name in found]
+
+    def refuse_non_finite(self, names: Sequence[str]) -> None:
+        """Raise for non-finite gradients, on every rank, unless the plan says to skip such steps.
+
+        Raises:
+            NonFiniteError: Naming the parameters.
+        """
+        self.context.collectives.ledger.end_step()
+        if self.context.plan.nonfinite == "skip":
+            return
+        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        what = f"the gradient of {shown}{more} is not finite" if names else "the gradient norm exceeds the range of fp64"
+        raise NonFiniteError(
+            f"{what} in step {self.num_steps}; nothing was updated",
+            hint="look at the loss and the batch of this step, lower the learning rate, or pass nonfinite='skip'",
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer over parameters that are not of the boosted models.
+
+        Raises:
+            UsageError: Naming the group and the shape.
+        """
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if self.context.table.entry_of(parameter) is None:
+                    raise UsageError(
+                        f"parameter group {index} of the optimizer holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that belongs to none of the boosted models",
+                        hint="build the optimizer from the parameters of the models that you pass to boost",
+                    )

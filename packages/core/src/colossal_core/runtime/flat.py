@@ -1,0 +1,186 @@
+"""Flat buffers: parameters and gradients of one kind as views of one piece of memory.
+
+The one idea: what is reduced, gathered, updated or moved together lies together, so each of these is one call without
+copies. ZeRO shards these buffers, and Gemini's chunks are these buffers with a place to live.
+
+# Note [Layout of a gradient buffer]
+The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | … | n flags | m notes]``. A flag is 1 where this
+rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes belong to the last buffer
+of a lane and carry which of the lane's buffers are stale (see :mod:`colossal_core.runtime.window`). Flags and notes
+travel inside the same message as the gradients, so agreeing costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from attrs import define, frozen
+from torch import nn
+
+from colossal_core.mesh import GroupSpec
+from colossal_core.runtime.table import Entry
+
+__all__ = ["BufferKind", "FlatBuffer", "Slot", "fill_buffers"]
+
+
+@frozen(kw_only=True)
+class BufferKind:
+    """What all parameters of one buffer have in common.
+
+    Attributes:
+        dtype: Element type of values and gradients.
+        reduce: Ranks over which gradients are summed.
+        divisor: What that sum is divided by.
+        unit: Module unit, ``""`` for the root unit or when units do not matter.
+    """
+
+    dtype: torch.dtype
+    reduce: GroupSpec
+    divisor: int
+    unit: str = ""
+
+
+@define(eq=False)
+class Slot:
+    """The place of one parameter in a flat buffer.
+
+    Attributes:
+        entry: Its entry in the table.
+        parameter: The Parameter object inside the model.
+        start: First element in the buffer.
+        stop: One past its last element.
+        index: Position among the slots of the buffer, which is the position of its flag.
+    """
+
+    entry: Entry
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        """Name in the serial model, for messages."""
+        return self.entry.name
+
+
+class FlatBuffer:
+    """Values and gradients of some parameters, each contiguous in one piece of memory.
+
+    Owns ``values`` (``numel`` elements) and ``gradients`` (``numel`` plus flags and notes) for as long as the model is
+    boosted. The parameters of the model are views of ``values``.
+    """
+
+    def __init__(
+        self, members: Iterable[tuple[Entry, nn.Parameter]], kind: BufferKind, *, num_notes: int = 0
+    ) -> None:
+        """Lay out the members; allocates nothing before :meth:`take_values` and :meth:`allocate_gradients`.
+
+        Args:
+            members: Entries with their local Parameters, in the order in which they lie.
+            kind: What the members have in common.
+            num_notes: Elements reserved behind the flags.
+        """
+        self.kind = kind
+        self.slots: list[Slot] = []
+        start = 0
+        for index, (entry, parameter) in enumerate(members):
+            self.slots.append(Slot(entry, parameter, start, start + parameter.numel(), index))
+            start += parameter.numel()
+        self.numel = start
+        self.num_notes = num_notes
+        self.device = self.slots[0].parameter.device
+        self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
+        self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
+
+    def take_values(self, *, master_dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Move the parameters into the buffer; afterwards each Parameter object is a view of it.
+
+        The old memory of each parameter is released before the next one is copied.
+
+        Args:
+            master_dtype: Also keep the values in this wider type, taken before they are narrowed.
+
+        Returns:
+            The flat masters of ``numel`` elements, or None without ``master_dtype``.
+        """
+        self.values = torch.empty(self.numel, dtype=self.kind.dtype, device=self.device)
+        master = None
+        if master_dtype is not None:
+            master = torch.empty(self.numel, dtype=master_dtype, device=self.device)
+        for slot in self.slots:
+            flat = slot.parameter.detach().reshape(-1)
+            if master is not None:
+                master[slot.start : slot.stop].copy_(flat)
+            self.values[slot.start : slot.stop].copy_(flat)
+            slot.parameter.data = self.value_view(slot)
+        return master
+
+    def give_back(self, slot: Slot) -> None:
+        """Give one parameter memory of its own again."""
+        slot.parameter.data = slot.parameter.detach().clone()
+
+    def allocate_gradients(self) -> None:
+        """Allocate the gradient buffer; flags and notes start at 0, gradients are undefined until touched."""
+        self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
+        self.tail.zero_()
+
+    @property
+    def message_numel(self) -> int:
+        """Elements of the gradient buffer with its flags and notes."""
+        return self.numel + len(self.slots) + self.num_notes
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """Flags and notes, as a view."""
+        return self.gradients[self.numel :]
+
+    def value_view(self, slot: Slot) -> torch.Tensor:
+        """Return the values of a slot in the parameter's shape."""
+        return self.values[slot.start : slot.stop].view(slot.parameter.shape)
+
+    def gradient_view(self, slot: Slot) -> torch.Tensor:
+        """Return the gradient of a slot in the parameter's shape."""
+        return self.gradients[slot.start : slot.stop].view(slot.parameter.shape)
+
+
+def fill_buffers(
+    sizes: Sequence[int], *, item_bytes: int, buffer_bytes: int, last_bytes: int
+) -> tuple[tuple[int, ...], ...]:
+    """Deal tensors into consecutive buffers, in the given order.
+
+    A buffer is closed once it holds at least ``buffer_bytes``; a tensor is never split, so one larger than that gets a
+    buffer that it ends. The last buffer is kept small where the sizes allow it, because its reduction cannot hide
+    behind backward.
+
+    Args:
+        sizes: Elements of each tensor.
+        item_bytes: Bytes of one element.
+        buffer_bytes: Size at which a buffer is closed.
+        last_bytes: Wanted upper bound for the last buffer.
+
+    Returns:
+        Indices into ``sizes``, one tuple per buffer.
+    """
+    tail: list[int] = []
+    room = last_bytes // item_bytes
+    for index in reversed(range(len(sizes))):
+        if tail and sizes[index] > room:
+            break
+        tail.insert(0, index)
+        room -= sizes[index]
+    buffers: list[tuple[int, ...]] = []
+    current: list[int] = []
+    held = 0
+    for index in range(len(sizes) - len(tail)):
+        current.append(index)
+        held += sizes[index] * item_bytes
+        if held >= buffer_bytes:
+            buffers.append(tuple(current))
+            current, held = [], 0
+    if current:
+        buffers.append(tuple(current))
+    if tail:
+        buffers.append(tuple(tail))
+    return tuple(buffers)

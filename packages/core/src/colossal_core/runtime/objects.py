@@ -1,0 +1,146 @@
+"""Sorting what ``boost`` was given: models, optimizers, schedulers, the criterion, and what is refused.
+
+The one idea: class and order decide, keywords name, None passes through, and what comes back has the order of what went
+in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from colossal_core.errors import CapabilityError, UsageError
+
+__all__ = ["Objects", "check_model", "sort_objects"]
+
+
+@define
+class Objects:
+    """What ``boost`` was given, by kind.
+
+    Attributes:
+        order: Everything in the order given, keywords last.
+        models: Models by name.
+        optimizers: Optimizers in order.
+        schedulers: Learning-rate schedulers in order.
+    """
+
+    order: list[Any] = field(factory=list)
+    models: dict[str, nn.Module] = field(factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(factory=list)
+    schedulers: list[LRScheduler] = field(factory=list)
+
+    def position(self, thing: object) -> int:
+        """Return where an object stands in :attr:`order`."""
+        return next(index for index, other in enumerate(self.order) if other is thing)
+
+
+def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
+    """Sort the objects of a ``boost`` call.
+
+    Raises:
+        UsageError: An object is of no known kind, or given twice.
+        CapabilityError: It is of a kind that cannot be boosted (yet).
+    """
+    found = Objects()
+    unnamed = [(None, thing) for thing in objects]
+    for name, thing in [*unnamed, *named.items()]:
+        found.order.append(thing)
+        if thing is None:
+            continue
+        if any(thing is other for other in found.order[:-1]):
+            raise UsageError(f"the same {type(thing).__name__} is given twice", hint="pass each object once")
+        if isinstance(thing, torch.optim.Optimizer):
+            found.optimizers.append(thing)
+        elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
+            found.schedulers.append(thing)
+        elif isinstance(thing, nn.Module) and (name is not None or not _is_criterion(thing)):
+            found.models[name or _next_name(found.models)] = thing
+        elif not (_is_criterion(thing) or callable(thing)) or isinstance(thing, torch.utils.data.DataLoader):
+            _refuse(thing)
+    if not found.models:
+        raise UsageError("boost was given no model", hint="pass the model first: booster.boost(model, optimizer)")
+    return found
+
+
+def check_model(name: str, model: nn.Module) -> None:
+    """Refuse models that other systems have taken over, and what cannot work.
+
+    Raises:
+        UsageError: As said, with the reason.
+        CapabilityError: The model has sparse embeddings or uninitialised parameters.
+    """
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UsageError(f"{name} is wrapped in {type(model).__name__}", hint="pass the module inside: model.module")
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CapabilityError(
+                f"embedding {path!r} has sparse=True, and sparse gradients are not reduced over ranks",
+                hint="build it with sparse=False",
+            )
+        if "FSDP" in type(module).__name__ or "FullyShardedDataParallel" in type(module).__name__:
+            raise UsageError(f"module {path!r} of {name} is under FSDP", hint="boost the model before fully_shard")
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise CapabilityError(f"parameter {path!r} has no shape yet", hint="run one forward before boost")
+        if type(parameter) is not nn.Parameter:
+            raise UsageError(
+                f"parameter {path!r} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter",
+                hint="boost takes models before DTensor, quantisation or other wrappers",
+            )
+        if parameter.is_meta:
+            raise CapabilityError(
+                f"parameter {path!r} is on the meta device and has no values",
+                hint="materialise it first: model.to_empty(device='cpu') and initialise it",
+            )
+        if _has_live_graph(parameter):
+            raise UsageError(
+                f"a graph over parameter {path!r} is alive: an output or loss of this model is still referenced",
+                hint="call boost before the first forward, or delete what the model returned",
+            )
+
+
+def _has_live_graph(parameter: nn.Parameter) -> bool:
+    """Whether some autograd graph still refers to a parameter.
+
+    Its accumulation node lives only as long as a graph or a reference does, so a mark left on it is found again only
+    when something else keeps it alive.
+    """
+    if not parameter.requires_grad:
+        return False
+    mark = "colossal.mark"
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    node.metadata[mark] = True
+    del node
+    again = torch.autograd.graph.get_gradient_edge(parameter).node
+    return again.metadata.pop(mark, None) is not None
+
+
+def _next_name(models: Mapping[str, nn.Module]) -> str:
+    """Return the name of the next unnamed model."""
+    return f"model_{len(models)}" if models else "model"
+
+
+def _is_criterion(thing: Any) -> bool:
+    """Whether it is a loss: a module without parameters, or a torch loss."""
+    if isinstance(thing, nn.modules.loss._Loss):
+        return True
+    return isinstance(thing, nn.Module) and next(thing.parameters(), None) is None
+
+
+def _refuse(thing: Any) -> None:
+    """Raise for an object that cannot be boosted."""
+    if isinstance(thing, torch.utils.data.DataLoader):
+        raise CapabilityError(
+            "boosting a DataLoader is not available yet",
+            hint="keep your loader and let each rank take its share: see booster.data_rank and booster.data_degree",
+        )
+    raise UsageError(
+        f"cannot boost a {type(thing).__name__}",
+        hint="boost takes models, optimizers, learning-rate schedulers, criteria and None",
+    )

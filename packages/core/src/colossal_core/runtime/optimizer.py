@@ -1,0 +1,173 @@
+"""The optimizer that ``boost`` returns.
+
+The one idea: it is a ``torch.optim.Optimizer`` over the user's parameter groups, the same list of the same dicts, so
+schedulers and user code read and change the real settings; only the arithmetic happens elsewhere, in the memory manager,
+after the gradients were reduced, measured and clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from colossal_core.errors import UsageError
+from colossal_core.runtime.norm import clip_factor
+
+if TYPE_CHECKING:
+    from colossal_core.runtime.engine import Engine
+
+__all__ = ["BoostedOptimizer"]
+
+
+@final
+class BoostedOptimizer(torch.optim.Optimizer):
+    """Steps the user's optimizer on reduced gradients; made by ``Booster.boost``.
+
+    Attributes:
+        param_groups: The user's own list.
+        max_grad_norm: Bound of the gradient norm, or None; may be set at any time, equally on all ranks.
+        grad_norm: Norm of all gradients before clipping, of the last real step: 0-d fp64, equal on all ranks. NaN
+            before the first.
+        stepped: Whether the last call of :meth:`step` updated anything.
+        skipped_steps: How many calls did not, because gradients were not finite.
+        loss_scale: Factor of the loss before backward; 1.0 without fp16.
+    """
+
+    def __init__(self, user: torch.optim.Optimizer, engine: Engine, index: int) -> None:
+        """Wrap the user's optimizer; its state has moved to the memory manager.
+
+        Args:
+            user: The user's optimizer.
+            engine: The Booster's engine.
+            index: Position of this optimizer in the ``boost`` call.
+        """
+        super().__init__(user.param_groups, user.defaults)
+        self.param_groups = user.param_groups
+        self.user = user
+        self.max_grad_norm: float | None = engine.context.plan.max_grad_norm
+        self.grad_norm = torch.full((), math.nan, dtype=torch.float64)
+        self.stepped = False
+        self.skipped_steps = 0
+        self.loss_scale = 1.0
+        self._engine = engine
+        self._index = index
+        self._clip: float | None = None
+        self._optimizer_step_pre_hooks.update(user._optimizer_step_pre_hooks)  # noqa: SLF001 - torch has no getter
+        self._optimizer_step_post_hooks.update(user._optimizer_step_post_hooks)  # noqa: SLF001 - torch has no getter
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce, measure, clip and update; collective over all ranks.
+
+        Args:
+            closure: Evaluates the loss and runs backward, as in torch; called once.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NonFiniteError: A gradient on any rank is not finite and the plan does not say to skip; on every rank,
+                naming the parameter, before anything is updated.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self._engine.before_step()
+        # Schedulers that were made over the user's object look there for the order of calls.
+        self.user.__dict__["_opt_called"] = True
+        manager = self._engine.manager
+        norm = manager.finish(self._index)
+        if not math.isfinite(norm):
+            names = self._engine.collect_non_finite(self._index)
+            manager.skip(self._index)
+            self._clip, self.stepped = None, False
+            self.skipped_steps += 1
+            self._engine.refuse_non_finite(names)
+            return result
+        factor = clip_factor(norm, self.max_grad_norm) if self._clip is None else self._clip
+        manager.step(self._index, scale=factor)
+        self._clip, self.stepped = None, True
+        self.grad_norm = torch.tensor(norm, dtype=torch.float64)
+        self._engine.after_step({"grad_norm": norm}, is_first=self._index == 0)
+        return result
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Reduce the gradients now and clip them in the coming :meth:`step`; collective over all ranks.
+
+        Args:
+            max_norm: Bound of the norm.
+            norm_type: Order of the norm; ``math.inf`` for the largest element.
+
+        Returns:
+            The norm before clipping: 0-d fp64, the same on all ranks.
+
+        Raises:
+            UsageError: ``max_grad_norm`` is set, so the step clips by itself.
+        """
+        if self.max_grad_norm is not None:
+            raise UsageError(
+                f"max_grad_norm is {self.max_grad_norm}, so step() clips by itself",
+                hint="set optimizer.max_grad_norm = None to clip by hand, or drop this call",
+            )
+        norm = self._engine.manager.finish(self._index, norm_type=norm_type)
+        self._clip = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @property
+    def state(self) -> Any:
+        """State by parameter in full shapes, as torch shows it; collected anew at each access."""
+        return self._engine.manager.state(self._index)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore the empty state that torch's constructor assigns; states change through :meth:`load_state_dict`."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned, here or from a plain torch optimizer; moments keep their precision.
+
+        Raises:
+            UsageError: The parameter groups do not fit.
+        """
+        saved = state_dict["param_groups"]
+        mine = [len(group["params"]) for group in self.param_groups]
+        theirs = [len(group["params"]) for group in saved]
+        if mine != theirs:
+            raise UsageError(
+                f"the state was saved for groups of {theirs} parameters, this optimizer has groups of {mine}",
+                hint="build the optimizer over the same parameters in the same groups",
+            )
+        by_index = state_dict["state"]
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        for group, other in zip(self.param_groups, saved, strict=True):
+            for parameter, position in zip(group["params"], other["params"], strict=True):
+                if position in by_index:
+                    state[parameter] = dict(by_index[position])
+            group.update({key: value for key, value in other.items() if key != "params"})
+        self._engine.manager.load_state(self._index, state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the user's optimizer; its parameters are of the boosted models.
+
+        Raises:
+            UsageError: A parameter is not.
+        """
+        if "_engine" not in self.__dict__:  # torch's constructor comes through here once per existing group
+            super().add_param_group(param_group)
+            return
+        self.user.add_param_group(param_group)
+        try:
+            self._engine.check_optimizer(self.user)
+        except UsageError:
+            self.user.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled or copied: it is bound to this process."""
+        raise UsageError(
+            "a boosted optimizer cannot be pickled or copied",
+            hint="use optimizer.state_dict() and load_state_dict()",
+        )

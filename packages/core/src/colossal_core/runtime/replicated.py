@@ -1,0 +1,324 @@
+"""The memory manager ``replicated``: every rank holds everything, and gradients are summed once per window.
+
+The one idea: parameters and gradients live in flat buffers of a few megabytes, so a reduction is one message without
+copies and an update is one long vector; buffers leave while backward runs, in the order in which backward fills them.
+With a 16-bit precision the update runs on fp32 masters and moments, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from attrs import define, field
+
+from colossal_core.errors import UsageError
+from colossal_core.interfaces import AbstractMemoryManager
+from colossal_core.runtime.flat import BufferKind, FlatBuffer, Slot, fill_buffers
+from colossal_core.runtime.mesh import GRADIENTS
+from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_names, norm_pieces
+from colossal_core.runtime.segments import OwnedRange, SegmentedOptimizer
+from colossal_core.runtime.shared_sums import SharedSum, shared_sums
+from colossal_core.runtime.table import Entry, Place
+from colossal_core.runtime.window import GradientWindow, Touch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_core.pieces import Replicated
+    from colossal_core.runtime.context import Context
+    from colossal_core.runtime.precision import Precision
+    from colossal_core.runtime.table import ParameterTable
+
+__all__ = ["ReplicatedManager"]
+
+BUFFER_BYTES = 8 << 20
+"""A buffer is closed at this size. Small enough that most of them leave before backward ends, large enough that the
+latency of a message (about 0.1 ms on gloo) does not count; see benchmarks/replicated.py."""
+
+LAST_BUFFER_BYTES = 1 << 20
+"""Wanted bound of the buffer that backward fills last: its message cannot hide behind anything."""
+
+
+@define(eq=False)
+class _Owned:
+    """What belongs to one optimizer."""
+
+    window: GradientWindow
+    user: torch.optim.Optimizer
+    channel: str
+    buffers: list[FlatBuffer] = field(factory=list)
+    ranges: list[OwnedRange] = field(factory=list)
+    driver: SegmentedOptimizer | None = None
+    sums: list[SharedSum] = field(factory=list)
+    pieces: list[NormPiece] | None = None
+    norm: tuple[float, float] | None = None
+    grouping: list[list[torch.Tensor]] = field(factory=list)
+
+    @property
+    def touches(self) -> list[Touch]:
+        """All touches, in launch order."""
+        return [touch for _, touches in self.window.touches for touch in touches]
+
+
+@final
+class ReplicatedManager(AbstractMemoryManager):
+    """Holds everything on every rank: 4 words per parameter in fp32 with Adam, 16 bytes with bf16 and fp32 masters."""
+
+    def __init__(self, options: Replicated) -> None:
+        """Remember the options; see :class:`colossal_core.Replicated`."""
+        self.options = options
+        self._owned: list[_Owned] = []
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def attach(
+        self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
+    ) -> None:
+        """Move the parameters into flat buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`."""
+        self._context = context
+        self._dtype_of = context.precision.dtypes(models.values())
+        guards = context.mesh.layout.world_size > 1
+        for index, optimizer in enumerate(optimizers):
+            window = GradientWindow(context.collectives, guards=guards)
+            owned = _Owned(window, optimizer, f"{GRADIENTS}.{index}")
+            self._owned.append(owned)
+            self._take(owned)
+        taken = {slot.parameter for owned in self._owned for buffer in owned.buffers for slot in buffer.slots}
+        for _, parameter in context.table.parameters():
+            if parameter not in taken and parameter.dtype != self._dtype_of(parameter):
+                parameter.data = parameter.detach().to(self._dtype_of(parameter))
+
+    def _take(self, owned: _Owned) -> None:
+        """Take over the trainable parameters of an optimizer that are not in buffers yet, and cut its groups."""
+        known = {slot.parameter for buffer in owned.buffers for slot in buffer.slots}
+        grouped = {parameter for group in owned.user.param_groups for parameter in group["params"]}
+        fresh = [
+            (entry, parameter)
+            for entry, parameter in self._context.table.parameters()
+            if parameter in grouped and parameter not in known and parameter.requires_grad and entry.parts
+        ]
+        state = dict(owned.user.state) if owned.driver is None else owned.driver.state_of_parameters()
+        if fresh:
+            for reduce, buffers in self._lanes(fresh):
+                for buffer in buffers:
+                    master_dtype = torch.float32 if buffer.kind.dtype.itemsize == 2 else None  # noqa: PLR2004 - 16 bit
+                    master = buffer.take_values(master_dtype=master_dtype)
+                    buffer.allocate_gradients()
+                    values, gradient = buffer.values, buffer.gradients[: buffer.numel]
+                    owned.buffers.append(buffer)
+                    owned.ranges.append(
+                        OwnedRange(
+                            buffer, 0, buffer.numel, values, values if master is None else master, gradient
+                        )
+                    )
+                owned.window.add_lane(self._context.mesh.group(reduce, owned.channel), buffers)
+            position = {entry.key: index for index, entry in enumerate(self._context.table)}
+            ordered = sorted(owned.touches, key=lambda touch: position[touch.slot.entry.key])
+            owned.sums = shared_sums(ordered, self._context.mesh, owned.channel)
+            owned.pieces = None
+        if owned.driver is None:
+            owned.driver = SegmentedOptimizer(owned.user, owned.ranges)
+        else:
+            owned.driver.cut(state)
+        owned.grouping = _grouping(owned.user)
+
+    def _lanes(self, members: Sequence[tuple[Entry, nn.Parameter]]) -> list[tuple[Any, list[FlatBuffer]]]:
+        """Lay out buffers, those of one reduction group together, in the order in which backward fills them."""
+        by_kind: dict[BufferKind, list[int]] = {}
+        backward = list(reversed(members))
+        for index, (entry, parameter) in enumerate(backward):
+            kind = BufferKind(dtype=self._dtype_of(parameter), reduce=entry.reduce, divisor=entry.divisor)
+            by_kind.setdefault(kind, []).append(index)
+        lanes: dict[Any, list[tuple[int, BufferKind, list[int]]]] = {}
+        for kind, indices in by_kind.items():
+            filled = fill_buffers(
+                [backward[index][1].numel() for index in indices],
+                item_bytes=kind.dtype.itemsize,
+                buffer_bytes=BUFFER_BYTES,
+                last_bytes=LAST_BUFFER_BYTES,
+            )
+            for positions in filled:
+                chosen = [indices[position] for position in positions]
+                lanes.setdefault(kind.reduce, []).append((max(chosen), kind, chosen))
+        found = []
+        for reduce, plans in lanes.items():
+            plans.sort(key=lambda plan: plan[0])
+            buffers = [
+                FlatBuffer(
+                    (backward[i] for i in chosen), kind, num_notes=len(plans) if n == len(plans) - 1 else 0
+                )
+                for n, (_, kind, chosen) in enumerate(plans)
+            ]
+            found.append((reduce, buffers))
+        return found
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hold(self, optimizer: int | None = None) -> Iterator[None]:
+        """Launch nothing from inside backward within this context."""
+        windows = [owned.window for index, owned in enumerate(self._owned) if optimizer in (None, index)]
+        for window in windows:
+            window.hold()
+        try:
+            yield
+        finally:
+            for window in windows:
+                window.let_go()
+
+    def finish(self, optimizer: int, *, norm_type: float = 2.0) -> float:
+        """Reduce all gradients of an optimizer and return their norm."""
+        owned = self._owned[optimizer]
+        if not _is_same(_grouping(owned.user), owned.grouping):
+            self._take(owned)
+        if owned.window.finish():
+            raise UsageError(
+                "gradients arrived or were changed after they had been reduced by clip_grad_norm_()",
+                hint="call optimizer.clip_grad_norm_() after the last backward() and right before optimizer.step()",
+            )
+        if owned.norm is None:
+            for shared in owned.sums:
+                shared.run(self._context.collectives)
+        if owned.pieces is None:
+            table, rank = self._context.table, self._context.mesh.rank
+            owned.pieces = norm_pieces(table, self._gradient_places(owned), rank)
+        norm = gradient_norm(
+            owned.pieces, self._context.mesh.everyone(), self._context.collectives, norm_type=norm_type
+        )
+        owned.norm = (norm_type, norm)
+        return norm
+
+    def step(self, optimizer: int, *, scale: float) -> None:
+        """Update every parameter that had a gradient on any rank."""
+        owned = self._owned[optimizer]
+        live = {touch.slot for touch in owned.touches if touch.is_live}
+        factor = _factor(scale)
+        if owned.driver is not None:
+            owned.driver.step(factor, live.__contains__)
+        self._close_window(owned, scale, updated=True)
+
+    def skip(self, optimizer: int) -> None:
+        """Leave everything as it is and close the window."""
+        self._close_window(self._owned[optimizer], 1.0, updated=False)
+
+    def _close_window(self, owned: _Owned, scale: float, *, updated: bool) -> None:
+        """Open the next window; in fp32 and fp64 ``p.grad`` shows the averaged, clipped gradient afterwards."""
+        shows = updated and all(not held.keeps_master for held in owned.ranges)
+        owned.window.open_next()
+        owned.window.show(gradients=shows, scale=_factor(scale))
+        owned.norm = None
+
+    def non_finite(self, optimizer: int) -> list[str]:
+        """Return the parameters with a non-finite gradient."""
+        owned = self._owned[optimizer]
+        return non_finite_names(owned.pieces or [], self._gradient_places(owned))
+
+    # --- books -------------------------------------------------------------------------------------------------------
+
+    def places(self) -> Iterator[Place]:
+        """Publish values, masters, gradients and states."""
+        taken = set()
+        for owned in self._owned:
+            for held in owned.ranges:
+                for slot in held.buffer.slots:
+                    taken.add(slot.parameter)
+                    yield Place(key=slot.entry.key, state="value", tensor=held.values[slot.start : slot.stop])
+                    if held.keeps_master:
+                        yield Place(
+                            key=slot.entry.key, state="master", tensor=held.master[slot.start : slot.stop]
+                        )
+            yield from self._gradient_places(owned)
+            if owned.driver is not None:
+                for segment, name, value in owned.driver.tensor_states():
+                    yield from _state_places(segment.slots, segment.start, segment.stop, name, value)
+        for entry in self._context.table:
+            tensor = self._context.table.tensor(entry)
+            if entry.parts and tensor not in taken:
+                yield Place(key=entry.key, state="value", tensor=tensor.detach())
+
+    def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the optimizer's state by parameter; no communication."""
+        driver = self._owned[optimizer].driver
+        return {} if driver is None else driver.state_of_parameters()
+
+    def load_state(self, optimizer: int, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Replace the optimizer's state."""
+        driver = self._owned[optimizer].driver
+        if driver is not None:
+            driver.cut(state)
+
+    def detach(self) -> None:
+        """Give the models back, in the dtype that they compute in."""
+        for index, owned in enumerate(self._owned):
+            owned.user.state.update(self.state(index))
+            owned.window.close()
+            for buffer, touches in owned.window.touches:
+                for touch in touches:
+                    gradient = touch.view.detach().clone() if touch.shown == "view" else None
+                    touch.show_nothing()
+                    buffer.give_back(touch.slot)
+                    touch.slot.parameter.grad = gradient
+        self._owned.clear()
+
+    def estimate(
+        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
+    ) -> Mapping[str, int]:
+        """Return bytes per rank by category: nothing is divided."""
+        found = {"values": 0, "gradients": 0, "masters": 0, "states": 0}
+        for entry, parameter in table.parameters():
+            dtype = precision.dtype_of(entry.name, entry.dtype)
+            numel = math.prod(parameter.shape)
+            found["values"] += numel * dtype.itemsize
+            if not entry.trainable:
+                continue
+            wide = max(dtype.itemsize, torch.float32.itemsize)
+            found["gradients"] += numel * dtype.itemsize
+            found["masters"] += numel * wide if dtype.itemsize < wide else 0
+            found["states"] += numel * wide * optimizer_states
+        return found
+
+    @staticmethod
+    def _gradient_places(owned: _Owned) -> list[Place]:
+        """Return where the gradients of one optimizer's parameters are."""
+        return [
+            Place(key=slot.entry.key, state="gradient", tensor=held.gradient[slot.start : slot.stop])
+            for held in owned.ranges
+            for slot in held.buffer.slots
+        ]
+
+
+def _factor(scale: float) -> Any:
+    """Return the function that tells by what a buffer's summed gradients are multiplied."""
+    return lambda buffer: scale / buffer.kind.divisor
+
+
+def _grouping(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """Return which trainable parameters are in which group, to notice when that changes."""
+    return [
+        [parameter for parameter in group["params"] if parameter.requires_grad]
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    """Whether two groupings hold the same objects in the same order."""
+    return len(one) == len(other) and all(
+        len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _state_places(
+    slots: Sequence[Slot], start: int, stop: int, name: str, value: torch.Tensor
+) -> Iterator[Place]:
+    """Publish one state of a segment, a place for each parameter in it."""
+    flat = value.view(-1)
+    for slot in slots:
+        lo, hi = max(start, slot.start), min(stop, slot.stop)
+        yield Place(
+            key=slot.entry.key, state=name, tensor=flat[lo - start : hi - start], start=lo - slot.start
+        )

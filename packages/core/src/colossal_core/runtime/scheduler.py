@@ -1,0 +1,31 @@
+"""The scheduler that ``boost`` returns: it follows real steps only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+if TYPE_CHECKING:
+    from colossal_core.runtime.optimizer import BoostedOptimizer
+
+__all__ = ["follow_real_steps"]
+
+
+def follow_real_steps(scheduler: LRScheduler, optimizer: BoostedOptimizer) -> LRScheduler:
+    """Return a scheduler that shares the user's ``__dict__`` and whose ``step`` does nothing after a skipped step.
+
+    Args:
+        scheduler: The user's scheduler; both objects show the same state from now on.
+        optimizer: Tells whether its last ``step`` was real.
+    """
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        """Advance by one real step of the optimizer."""
+        if optimizer.stepped:
+            kind.step(self, *args, **kwargs)
+
+    kind = type(scheduler)
+    boosted: LRScheduler = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+    boosted.__dict__ = scheduler.__dict__
+    return boosted

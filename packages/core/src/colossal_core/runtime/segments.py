@@ -1,0 +1,363 @@
+"""The user's optimizer, run on contiguous segments of flat buffers.
+
+The one idea: an optimizer with an elementwise update cannot tell a parameter from a stretch of a buffer, so all
+neighbours of one parameter group with one history are updated as a single long tensor: torch's fused AdamW runs near
+memory bandwidth on those and four times slower on many small ones. Optimizers that need shapes get whole parameters.
+
+# Note [History]
+torch skips a parameter without gradient entirely: its step count stays behind. A segment has one step count, so when
+only some of its parameters had a gradient it is split there, with its state, and the pieces live on separately.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from colossal_core.errors import UsageError
+from colossal_core.runtime.flat import FlatBuffer, Slot
+from colossal_core.runtime.optimizers import optimizer_spec
+
+__all__ = ["OwnedRange", "Segment", "SegmentedOptimizer"]
+
+CHUNK_NUMEL = 1 << 19
+"""Elements updated by one call of the optimizer where gradients are scaled or cast on the way: 2 MiB of fp32 gradients
+stay in the second-level cache, so scaling costs no memory pass. Measured with benchmarks/update_chunks.py."""
+
+_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""0-d states of torch's elementwise optimizers that are not shaped like the parameter."""
+
+State = dict[str, Any]
+
+
+@define(eq=False)
+class OwnedRange:
+    """A range of a flat buffer whose update this rank computes.
+
+    Attributes:
+        buffer: The buffer.
+        start: First element of the range in the buffer.
+        stop: One past its last element.
+        values: The range of the model's values, 1-D.
+        master: The range in the dtype of the update; the same tensor as ``values`` where none wider is kept.
+        gradient: The range of the reduced gradients, 1-D; may be overwritten by the update.
+    """
+
+    buffer: FlatBuffer
+    start: int
+    stop: int
+    values: torch.Tensor
+    master: torch.Tensor
+    gradient: torch.Tensor
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether the update runs on a wider copy."""
+        return self.master is not self.values
+
+
+@define(eq=False)
+class Segment:
+    """A stretch of an owned range that the optimizer sees as one tensor.
+
+    Attributes:
+        owned: The range that it lies in.
+        start: First element in the buffer.
+        stop: One past its last element.
+        group: Index of the parameter group.
+        leaf: What the optimizer updates: a view of the master.
+        slots: The parameters that it overlaps.
+    """
+
+    owned: OwnedRange
+    start: int
+    stop: int
+    group: int
+    leaf: nn.Parameter
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the segment."""
+        return self.stop - self.start
+
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the segment of a tensor that spans the owned range."""
+        return flat[self.start - self.owned.start : self.stop - self.owned.start]
+
+
+@define(eq=False)
+class SegmentedOptimizer:
+    """Runs a copy of the user's optimizer on segments.
+
+    The copy shares nothing with the user's object but the values in the parameter groups, which are read before each
+    update and written back after it, so schedulers and the user see and change the real ones.
+    """
+
+    user: torch.optim.Optimizer
+    owned: Sequence[OwnedRange]
+    inner: torch.optim.Optimizer = field(init=False)
+    segments: list[Segment] = field(init=False, factory=list)
+    is_flat: bool = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Copy the optimizer, cut the segments, and take over the state that the user's optimizer already has."""
+        self.is_flat = optimizer_spec(self.user).shapes == "flat"
+        self.inner = _bare_copy(self.user)
+        self.cut(self.user.state)
+        self.user.state.clear()
+
+    # --- layout ------------------------------------------------------------------------------------------------------
+
+    def cut(self, state: Mapping[torch.Tensor, State]) -> None:
+        """Cut the owned ranges into segments, and give each its share of a state by parameter.
+
+        Args:
+            state: As in ``torch.optim.Optimizer.state``: full state of each parameter.
+        """
+        self.segments = []
+        self.inner.state.clear()
+        group_of = {
+            parameter: index
+            for index, group in enumerate(self.user.param_groups)
+            for parameter in group["params"]
+        }
+        for owned in self.owned:
+            run: list[Slot] = []
+            key: object = None
+            for slot in owned.buffer.slots:
+                if slot.stop <= owned.start or slot.start >= owned.stop or slot.parameter not in group_of:
+                    self._add_run(owned, run, group_of)
+                    run = []
+                    continue
+                slot_key = (group_of[slot.parameter], _history(slot.parameter, state.get(slot.parameter, {})))
+                if run and (slot_key != key or not self.is_flat):
+                    self._add_run(owned, run, group_of)
+                    run = []
+                run.append(slot)
+                key = slot_key
+            self._add_run(owned, run, group_of)
+        self._regroup()
+        for segment in self.segments:
+            self._give_state(segment, state)
+
+    def state_of_parameters(self) -> dict[torch.Tensor, State]:
+        """Return the state by parameter, in the parameters' shapes: what torch would hold, as fresh tensors.
+
+        Only the ranges that this rank owns are filled; under managers that shard, the rest is zero.
+        """
+        found: dict[torch.Tensor, State] = {}
+        for segment in self.segments:
+            for name, value in self.inner.state.get(segment.leaf, {}).items():
+                for slot in segment.slots:
+                    target = found.setdefault(slot.parameter, {})
+                    if not _is_like(name, value, segment.leaf):
+                        target[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                        continue
+                    if name not in target:
+                        target[name] = torch.zeros(
+                            slot.parameter.shape, dtype=value.dtype, device=value.device
+                        )
+                    lo, hi = max(segment.start, slot.start), min(segment.stop, slot.stop)
+                    piece = value.reshape(-1)[lo - segment.start : hi - segment.start]
+                    target[name].view(-1)[lo - slot.start : hi - slot.start].copy_(piece)
+        return found
+
+    def tensor_states(self) -> Iterator[tuple[Segment, str, torch.Tensor]]:
+        """Iterate over the states that are shaped like their segment."""
+        for segment in self.segments:
+            for name, value in self.inner.state.get(segment.leaf, {}).items():
+                if _is_like(name, value, segment.leaf):
+                    yield segment, name, value
+
+    # --- update ------------------------------------------------------------------------------------------------------
+
+    def step(self, scale: Callable[[FlatBuffer], float], is_live: Callable[[Slot], bool]) -> None:
+        """Update every segment whose parameters had a gradient.
+
+        Args:
+            scale: Factor of a buffer's gradients: 1 / divisor, times clipping, over the loss scale.
+            is_live: Whether a parameter had a gradient on any rank.
+        """
+        self._split_by_history(is_live)
+        self._read_groups()
+        live = [segment for segment in self.segments if is_live(segment.slots[0])]
+        batch: list[Segment] = []
+        held = 0
+        for segment in live:
+            batch.append(segment)
+            held += segment.numel
+            if self.is_flat and held >= CHUNK_NUMEL:
+                self._update(batch, scale)
+                batch, held = [], 0
+        if batch:
+            self._update(batch, scale)
+        self._write_groups()
+        if live:
+            torch.autograd.graph.increment_version(
+                [slot.parameter for segment in live for slot in segment.slots]
+            )
+
+    def _update(self, batch: Sequence[Segment], scale: Callable[[FlatBuffer], float]) -> None:
+        """Scale the gradients of some segments, update them, and narrow the masters back into the model."""
+        for segment in batch:
+            gradient = segment.slice_of(segment.owned.gradient)
+            if gradient.dtype != segment.leaf.dtype:
+                gradient = gradient.to(segment.leaf.dtype)
+            factor = scale(segment.owned.buffer)
+            if factor != 1.0:
+                gradient.mul_(factor)
+            segment.leaf.grad = gradient.view(segment.leaf.shape)
+        self.inner.step()
+        for segment in batch:
+            segment.leaf.grad = None
+            if segment.owned.keeps_master:
+                segment.slice_of(segment.owned.values).copy_(segment.leaf.detach().view(-1))
+
+    # --- internals ---------------------------------------------------------------------------------------------------
+
+    def _add_run(self, owned: OwnedRange, run: Sequence[Slot], group_of: Mapping[torch.Tensor, int]) -> None:
+        """Make segments of neighbouring slots of one group: one, or several of at most a chunk each."""
+        if not run:
+            return
+        start, stop = max(run[0].start, owned.start), min(run[-1].stop, owned.stop)
+        group = group_of[run[0].parameter]
+        if not self.is_flat:
+            self.segments.append(self._segment(owned, start, stop, group, tuple(run), run[0].parameter.shape))
+            return
+        for first in range(start, max(stop, start + 1), CHUNK_NUMEL):
+            last = min(first + CHUNK_NUMEL, stop)
+            inside = tuple(slot for slot in run if slot.start < last and slot.stop > first) or tuple(run)
+            self.segments.append(self._segment(owned, first, last, group, inside, None))
+
+    @staticmethod
+    def _segment(
+        owned: OwnedRange,
+        start: int,
+        stop: int,
+        group: int,
+        slots: tuple[Slot, ...],
+        shape: torch.Size | None,
+    ) -> Segment:
+        """Make one segment over ``[start, stop)``."""
+        flat = owned.master[start - owned.start : stop - owned.start]
+        leaf = nn.Parameter(flat if shape is None else flat.view(shape))
+        return Segment(owned, start, stop, group, leaf, slots)
+
+    def _regroup(self) -> None:
+        """Give the inner optimizer its parameter groups."""
+        self.inner.param_groups = [dict(group, params=[]) for group in self.user.param_groups]
+        for segment in self.segments:
+            self.inner.param_groups[segment.group]["params"].append(segment.leaf)
+
+    def _give_state(self, segment: Segment, state: Mapping[torch.Tensor, State]) -> None:
+        """Assemble the state of a segment from the states of its parameters."""
+        states = [state.get(slot.parameter, {}) for slot in segment.slots]
+        if not states[0]:
+            return
+        target: State = {}
+        for name, value in states[0].items():
+            if not _is_like(name, value, segment.slots[0].parameter):
+                target[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            pieces = []
+            for slot, theirs in zip(segment.slots, states, strict=True):
+                lo, hi = max(segment.start, slot.start), min(segment.stop, slot.stop)
+                pieces.append(theirs[name].reshape(-1)[lo - slot.start : hi - slot.start])
+            flat = torch.cat(pieces).to(segment.leaf.device)
+            # Moments are kept in the dtype of the update, also where torch keeps those of bf16 parameters in bf16.
+            wide = flat.to(segment.leaf.dtype) if flat.is_floating_point() else flat
+            target[name] = wide.view(segment.leaf.shape)
+        self.inner.state[segment.leaf] = target
+
+    def _split_by_history(self, is_live: Callable[[Slot], bool]) -> None:
+        """Split segments in which only some parameters had a gradient; see Note [History]."""
+        if all(len({is_live(slot) for slot in segment.slots}) == 1 for segment in self.segments):
+            return
+        pieces: list[Segment] = []
+        for segment in self.segments:
+            start = segment.start
+            runs: list[list[Slot]] = []
+            for slot in segment.slots:
+                if runs and is_live(runs[-1][-1]) == is_live(slot):
+                    runs[-1].append(slot)
+                else:
+                    runs.append([slot])
+            if len(runs) == 1:
+                pieces.append(segment)
+                continue
+            old = self.inner.state.pop(segment.leaf, {})
+            for run in runs:
+                stop = min(run[-1].stop, segment.stop)
+                piece = self._segment(segment.owned, start, stop, segment.group, tuple(run), None)
+                if old:
+                    self.inner.state[piece.leaf] = _slice_state(
+                        old, segment.leaf, start - segment.start, piece.numel
+                    )
+                pieces.append(piece)
+                start = stop
+        self.segments = pieces
+        self._regroup()
+
+    def _read_groups(self) -> None:
+        """Take the user's current learning rates and other settings."""
+        if len(self.inner.param_groups) != len(self.user.param_groups):
+            raise UsageError(
+                "a parameter group was added without add_param_group()", hint="call add_param_group"
+            )
+        for mine, theirs in zip(self.inner.param_groups, self.user.param_groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def _write_groups(self) -> None:
+        """Show the user what the optimizer itself keeps in its groups."""
+        for mine, theirs in zip(self.inner.param_groups, self.user.param_groups, strict=True):
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Copy an optimizer without its parameters, state, hooks and patched methods."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.pop("step", None)  # a scheduler or a profiler patched the user's object, not ours
+    copy.state = type(optimizer.state)(dict)
+    copy.param_groups = []
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            copy.__dict__[name] = OrderedDict()
+    return copy
+
+
+def _is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
+    """Whether a state has one element for each of the parameter's; for 0-d parameters its name decides."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return parameter.dim() > 0 or name not in _COUNTERS
+
+
+def _history(parameter: torch.Tensor, state: State) -> tuple[tuple[str, object], ...]:
+    """Return what neighbours must share to live in one segment: which states they have, and their counters."""
+    found: list[tuple[str, object]] = []
+    for name, value in state.items():
+        if _is_like(name, value, parameter):
+            found.append((name, None))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, tuple(value.reshape(-1).tolist())))
+        else:
+            found.append((name, repr(value)))
+    return tuple(found)
+
+
+def _slice_state(state: State, leaf: torch.Tensor, start: int, numel: int) -> State:
+    """Return the state of a stretch of a segment."""
+    piece: State = {}
+    for name, value in state.items():
+        if _is_like(name, value, leaf):
+            piece[name] = value[start : start + numel]
+        else:
+            piece[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return piece
