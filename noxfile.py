@@ -1,7 +1,8 @@
 """Everything that can be run in this repository, one session each; ``nox -l`` lists them.
 
-Environments are made by uv. Three of its habits need care, and are handled at the top: it does not read pip's settings,
-it prefers a CUDA build of torch from the package index, and ``uvx`` runs nox on the first Python it finds.
+Environments are made by uv. Three of its habits need care, and are handled at the top: it does not read pip's
+settings, it prefers a CUDA build of torch from the package index, and ``uvx`` runs nox on the first Python it
+finds.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def prepare_environment(environment: dict[str, str]) -> dict[str, str]:
 
     Returns:
         ``UV_FIND_LINKS`` where only pip's variable is set (pip separates by spaces, uv by commas), else
-        ``UV_TORCH_BACKEND=auto`` where neither is set, so that a machine without a GPU gets a CPU build of torch. Never
-        both: the backend would hide the linked files. One thread per process: a test starts up to eight ranks. Bytecode
-        is kept, because sessions start hundreds of interpreters.
+        ``UV_TORCH_BACKEND=auto`` where neither is set, so that a machine without a GPU gets a CPU build of
+        torch. Never both: the backend would hide the linked files. One thread per process: a test starts up
+        to eight ranks. Bytecode is kept, because sessions start hundreds of interpreters.
     """
     added = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
     if "UV_FIND_LINKS" not in environment:
@@ -54,7 +55,9 @@ def prepare_environment(environment: dict[str, str]) -> dict[str, str]:
 os.environ.update(prepare_environment(dict(os.environ)))
 
 
-def install(session: nox.Session, *members: str, groups: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> None:
+def install(
+    session: nox.Session, *members: str, groups: tuple[str, ...] = (), options: tuple[str, ...] = ()
+) -> None:
     """Install ``members`` as editable, and dependency ``groups`` (``"lint"``, or ``"packages/core/pyproject.toml:test"``)."""
     editable = [argument for member in members for argument in ("-e", f"packages/{member}")]
     chosen = [argument for group in groups for argument in ("--group", group)]
@@ -112,7 +115,9 @@ def coverage(session: nox.Session) -> None:
     """Measure which lines and branches the tests reach, ranks and subprocesses included."""
     install(session, *MEMBERS, groups=("coverage", *test_groups(*MEMBERS)))
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", "-m", "not slow", "--timeout", "120", *session.posargs, **PATIENCE)
+    session.run(
+        "coverage", "run", "-m", "pytest", "-m", "not slow", "--timeout", "120", *session.posargs, **PATIENCE
+    )
     session.run("coverage", "combine")
     session.run("coverage", "report")
 
@@ -125,8 +130,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("codespell", *([] if not fix else ["--write-changes"]))
-    session.run("interrogate", "--quiet", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples")
-    session.run("validate-pyproject", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/pyproject.toml")))
+    session.run(
+        "interrogate", "--quiet", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples"
+    )
+    session.run(
+        "validate-pyproject",
+        *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/pyproject.toml")),
+    )
 
 
 @nox.session(python=PYTHON)
@@ -136,13 +146,19 @@ def types(session: nox.Session) -> None:
     for member in MEMBERS:
         check_types(session, f"packages/{member}/src", f"packages/{member}/tests")
     check_types(session, "tests")
-    for script in (*sorted(ROOT.glob("examples/*.py")), *sorted(ROOT.glob("benchmarks/*.py")), ROOT / "noxfile.py"):
+    for script in (
+        *sorted(ROOT.glob("examples/*.py")),
+        *sorted(ROOT.glob("benchmarks/*.py")),
+        ROOT / "noxfile.py",
+    ):
         check_types(session, str(script.relative_to(ROOT)))
 
 
 def check_types(session: nox.Session, *paths: str) -> None:
     """Run mypy on ``paths``, each of them a root of module names."""
-    session.run("mypy", *paths, env={"MYPYPATH": os.pathsep.join(path for path in paths if Path(path).is_dir())})
+    session.run(
+        "mypy", *paths, env={"MYPYPATH": os.pathsep.join(path for path in paths if Path(path).is_dir())}
+    )
 
 
 @nox.session(python=PYTHON)
@@ -179,7 +195,9 @@ def startup(session: nox.Session) -> None:
     target = Path(session.create_tmp()) / "dist"
     for member in MEMBERS:
         session.run("uv", "build", "--wheel", f"packages/{member}", "--out-dir", str(target), external=True)
-    session.install("--compile-bytecode", "--reinstall-package", "colossal-core", *map(str, sorted(target.glob("*.whl"))))
+    session.install(
+        "--compile-bytecode", "--reinstall-package", "colossal-core", *map(str, sorted(target.glob("*.whl")))
+    )
     session.run("python", "benchmarks/startup.py", *session.posargs)
 
 

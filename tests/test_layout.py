@@ -32,7 +32,9 @@ def test_member_is_named_after_its_folder(member: Path) -> None:
     """Folder `tensor-parallel`, distribution `colossal-tensor-parallel`, import `colossal_tensor_parallel`."""
     project = read_toml(member / "pyproject.toml")["project"]
 
-    packages = [path.name for path in (member / "src").iterdir() if path.is_dir() and path.suffix != ".egg-info"]
+    packages = [
+        path.name for path in (member / "src").iterdir() if path.is_dir() and path.suffix != ".egg-info"
+    ]
 
     assert project["name"] == f"colossal-{member.name}"
     assert packages == [package_of(member).name]
@@ -41,7 +43,14 @@ def test_member_is_named_after_its_folder(member: Path) -> None:
 @each_member
 def test_member_is_complete(member: Path) -> None:
     """A member can be read, installed, typed and tested by itself."""
-    needed = ["README.md", "CHANGELOG.md", "LICENSE", "changelog.d", "tests", f"{package_of(member)}/py.typed"]
+    needed = [
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "changelog.d",
+        "tests",
+        f"{package_of(member)}/py.typed",
+    ]
 
     missing = [name for name in needed if not (member / name).exists()]
 
@@ -85,9 +94,13 @@ def test_changelog_fragments_have_a_known_kind(member: Path) -> None:
 def test_no_file_is_longer_than_500_lines() -> None:
     """A file that outgrows one sitting is split by noun."""
     folders = ("packages", "tests", "examples", "benchmarks")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if ".venv" not in path.parts]
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if ".venv" not in path.parts
+    ]
 
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files
+    }
 
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
@@ -105,7 +118,11 @@ def test_layer_contracts_know_every_member_and_module() -> None:
     """A new member or module of core is under the contracts from its first day."""
     settings = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]
     core = package_of(ROOT / "packages" / "core")
-    light = {f"colossal_core.{path.stem}" for path in core.iterdir() if path.stem not in {"__init__", "runtime", "py"}}
+    light = {
+        f"colossal_core.{path.stem}"
+        for path in core.iterdir()
+        if path.stem not in {"__init__", "runtime", "py"}
+    }
     light -= {"colossal_core.__pycache__"}
     members = {package_of(member).name for member in MEMBERS}
 
@@ -121,7 +138,11 @@ def test_layer_contracts_know_every_member_and_module() -> None:
 def test_plugin_modules_and_pieces_are_under_the_torch_contract() -> None:
     """A light module that reached torch would make every `colossal plugins list` slow."""
     settings = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]
-    modules = {f"{package_of(member).name}.plugin" for member in MEMBERS if (package_of(member) / "plugin.py").exists()}
+    modules = {
+        f"{package_of(member).name}.plugin"
+        for member in MEMBERS
+        if (package_of(member) / "plugin.py").exists()
+    }
     modules -= {"colossal_testkit.plugin"}  # a plugin of pytest, not of colossal
 
     (contract,) = (contract for contract in settings["contracts"] if contract["name"].startswith("(c)"))
