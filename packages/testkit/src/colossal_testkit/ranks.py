@@ -36,7 +36,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from colossal_core.errors import ColossalError, UsageError
-
 from colossal_testkit.pool.crew import Crew, ForkServer, Member
 from colossal_testkit.pool.jobs import make_jobs, pack_arguments
 from colossal_testkit.pool.outcomes import (

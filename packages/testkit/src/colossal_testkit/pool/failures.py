@@ -11,6 +11,8 @@ import reprlib
 import traceback
 from types import FrameType, TracebackType
 
+import pytest
+
 from colossal_testkit.pool.messages import Failure
 from colossal_testkit.pool.values import dumps, loads
 
@@ -34,8 +36,7 @@ def describe_failure(error: BaseException, *, file: str) -> Failure:
         message=str(error),
         traceback="".join(lines).rstrip() + _describe_locals(error.__traceback__, file),
         pickled=_pickle_if_possible(error),
-        # By name, since pytest's outcome classes are not public and the module need not be loaded.
-        is_skip=kind.__name__ == "Skipped" and kind.__module__.startswith("_pytest"),
+        is_skip=isinstance(error, pytest.skip.Exception),
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from colossal_core.errors import UsageError
-
 from colossal_testkit.pool.messages import Job, WarningFilter
 from colossal_testkit.pool.processes import WORKER_VARIABLES
 from colossal_testkit.pool.references import FunctionReference
@@ -33,7 +32,7 @@ def pack_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> byte
     except pickle.PicklingError as err:
         raise UsageError(
             f"an argument of run_ranks cannot travel to the ranks: {err}.",
-            hint="Pass plain values, tensors and objects of importable classes; make the rest in the function.",
+            hint="Pass plain values, tensors and objects of importable classes; make the rest there.",
         ) from err
 
 
@@ -69,7 +68,7 @@ def make_jobs(
             environment={
                 **os.environ,
                 **WORKER_VARIABLES,
-                **_rank_variables(rank, num_ranks, number, store_port),
+                **_rank_variables(rank, num_ranks, store_port),
             },
             directory=str(Path.cwd()),
             import_path=tuple(sys.path),
@@ -83,12 +82,8 @@ def make_jobs(
     ]
 
 
-def _rank_variables(rank: int, num_ranks: int, number: int, store_port: int) -> dict[str, str]:
-    """Return what torchrun would put into the environment of a rank.
-
-    The count of restarts is the number of the job: torch makes it part of the keys in the store, so a
-    function that starts the group from the environment meets only the ranks of its own job.
-    """
+def _rank_variables(rank: int, num_ranks: int, store_port: int) -> dict[str, str]:
+    """Return what torchrun would put into the environment of a rank."""
     return {
         "GROUP_RANK": "0",
         "LOCAL_RANK": str(rank),
@@ -96,7 +91,7 @@ def _rank_variables(rank: int, num_ranks: int, number: int, store_port: int) -> 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store_port),
         "RANK": str(rank),
-        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": "testkit",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(num_ranks),

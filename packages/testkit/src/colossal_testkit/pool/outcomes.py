@@ -7,8 +7,8 @@ from typing import Any, final
 
 import attrs
 import pytest
-from colossal_core.errors import ColossalError
 
+from colossal_core.errors import ColossalError
 from colossal_testkit.pool.messages import Failure, GroupRecord, Report
 from colossal_testkit.pool.references import FunctionReference
 from colossal_testkit.pool.values import loads

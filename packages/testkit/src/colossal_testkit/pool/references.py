@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import cast
 
 import attrs
+
 from colossal_core.errors import UsageError
 
 __all__ = ["FunctionReference", "ModuleLoader", "refer_to"]

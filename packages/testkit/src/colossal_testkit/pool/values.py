@@ -13,7 +13,6 @@ import ctypes
 import io
 import pickle
 import sys
-from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,7 +36,8 @@ def dumps(value: object) -> bytes:
     if torch_module is not None:
         # By exact class: subclasses of tensors know best how they travel.
         own = dict.fromkeys((torch_module.Tensor, torch_module.nn.Parameter), _reduce_tensor)
-        pickler.dispatch_table = ChainMap(own, copyreg.dispatch_table)
+        table: dict[type, Any] = {**copyreg.dispatch_table, **own}
+        pickler.dispatch_table = table
     try:
         pickler.dump(value)
     except (TypeError, AttributeError, RuntimeError) as err:
@@ -57,7 +57,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     import torch
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        return tensor.detach().__reduce_ex__(_PROTOCOL)
+        plain: Any = tensor.detach()
+        return plain.__reduce_ex__(_PROTOCOL)
     copy = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = ctypes.string_at(copy.data_ptr(), copy.numel() * copy.element_size()) if copy.numel() else b""
     return _rebuild_tensor, (data, copy.dtype, tuple(copy.shape))

@@ -97,6 +97,7 @@ class _Worker:
         self._listen_descriptor = listen_descriptor
         self.started_ns = 0
         self._store: TCPStore | None = None
+        self._job_store: TCPStore | None = None
         self._modules = ModuleLoader()
         self._graveyard: queue.SimpleQueue[object] = queue.SimpleQueue()
         threading.Thread(target=self._bury, name="bury", daemon=True).start()
@@ -153,6 +154,16 @@ class _Worker:
                 # ranks.
                 timeout=timedelta(seconds=job.timeout_seconds + 30),
             )
+        else:
+            os.environ["MASTER_PORT"] = str(self._serve_job(job, self._store))
+
+    def _serve_job(self, job: Job, store: TCPStore) -> int:
+        """Return the port of a store for this job alone, since torch puts no prefix before its keys there."""
+        key = f"port{job.number}"
+        if job.rank == 0:
+            self._job_store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+            store.set(key, str(self._job_store.port))
+        return int(store.get(key))
 
     def _open_store(self, port: int) -> TCPStore:
         """Serve the rendezvous store of the crew, or connect to it."""
@@ -169,7 +180,8 @@ class _Worker:
 
     def _reset(self) -> Ready:
         """Take the groups of the last job down and forget what it left."""
-        self._graveyard.put(groups.take_down())
+        self._graveyard.put([groups.take_down(), self._job_store])
+        self._job_store = None
         _reset_torch()
         gc.collect()
         return Ready()
