@@ -1,7 +1,7 @@
 """The heart of Colossal: plugin registry, plan, parameter table, collectives, flat buffers and the Booster.
 
-Importing this package is free: public names are loaded on first use (PEP 562), because a plugin's light module imports
-it too and must never pull in torch.
+Importing this package is free: public names are loaded on first use (PEP 562), because a plugin's light
+module imports it too and must never pull in torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from colossal_core.building import build_plan as build_plan
     from colossal_core.errors import CapabilityError as CapabilityError
     from colossal_core.errors import CheckpointError as CheckpointError
     from colossal_core.errors import ColossalError as ColossalError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from colossal_core.errors import UsageError as UsageError
     from colossal_core.pieces import Replicated as Replicated
     from colossal_core.plan import Plan as Plan
-    from colossal_core.building import build_plan as build_plan
     from colossal_core.runtime.booster import Booster as Booster
     from colossal_core.runtime.launch import World as World
     from colossal_core.runtime.launch import launch as launch

@@ -13,9 +13,9 @@
     |-- RankMismatchError       C030  exit 1   ranks disagree about what they run
     `-- CheckpointError         C040  exit 1   a checkpoint is missing, damaged or foreign
 
-A message states the facts with their numbers and what was expected; the *hint* is the next step. The *code* is stable:
-scripts may compare it and documentation is filed under it. A class has a default code, and a raiser may give a narrower
-one. Errors survive pickling, since they travel between processes.
+A message states the facts with their numbers and what was expected; the *hint* is the next step. The *code*
+is stable: scripts may compare it and documentation is filed under it. A class has a default code, and a
+raiser may give a narrower one. Errors survive pickling, since they travel between processes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class ColossalError(Exception):
         message: The facts and what was expected, lower-case start, no trailing hint.
         hint: The next step, or an empty string when the message already implies it.
         code: Stable identifier such as ``"C012"``.
+        parts: The errors that this one joins; empty for an error of its own.
     """
 
     default_code: ClassVar[str] = "C000"
@@ -64,6 +65,7 @@ class ColossalError(Exception):
         self.message = message
         self.hint = hint
         self.code = code or self.default_code
+        self.parts: tuple[ColossalError, ...] = ()
 
     def __str__(self) -> str:
         """Return the message and, on a line of its own, the next step."""
@@ -75,7 +77,7 @@ class ColossalError(Exception):
 
 
 class UsageError(ColossalError):
-    """A call, a plan, a configuration file or a name is wrong; nothing was started. The process exits with 2."""
+    """A call, a plan, a configuration file or a name is wrong; nothing was started. Exit code 2."""
 
     default_code = "C001"
     exit_code = 2
@@ -118,7 +120,7 @@ class CapabilityError(ColossalError):
 
 
 class RankMismatchError(ColossalError):
-    """Ranks disagree about plugins, versions, plan, model or input. Raised on all of them before a collective hangs."""
+    """Ranks disagree about plugins, versions, plan, model or input. Raised on all, before any hangs."""
 
     default_code = "C030"
 
@@ -138,8 +140,8 @@ class CheckpointError(ColossalError):
 def join_errors(errors: Sequence[ColossalError], subject: str) -> ColossalError:
     """Return one error for all that was found, so that a user mends everything at once.
 
-    One error is returned as it is. Several become a numbered list with the next step of each: a ``CapabilityError``
-    when all of them are, else a ``PlanError``.
+    One error is returned as it is. Several become a numbered list with the next step of each: a
+    ``CapabilityError`` when all of them are, else a ``PlanError``.
 
     Args:
         errors: What was found, at least one.
@@ -147,9 +149,12 @@ def join_errors(errors: Sequence[ColossalError], subject: str) -> ColossalError:
     """
     if len(errors) == 1:
         return errors[0]
-    lines = [f"{subject} has {len(errors)} problems"]
-    for number, error in enumerate(errors, start=1):
-        indented = str(error).replace("\n", "\n   ")
+    parts = tuple(part for error in errors for part in error.parts or (error,))
+    lines = [f"{subject} has {len(parts)} problems"]
+    for number, part in enumerate(parts, start=1):
+        indented = str(part).replace("\n", "\n   ")
         lines.append(f"  {number}. {indented}")
-    kind = CapabilityError if all(isinstance(error, CapabilityError) for error in errors) else PlanError
-    return kind("\n".join(lines))
+    kind = CapabilityError if all(isinstance(part, CapabilityError) for part in parts) else PlanError
+    joined = kind("\n".join(lines))
+    joined.parts = parts
+    return joined

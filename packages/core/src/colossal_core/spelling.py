@@ -19,9 +19,9 @@ def find_closest(name: str, valid: Iterable[str]) -> str:
 
 
 def suggest(name: str, valid: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the closest valid name, or an empty string."""
+    """Return ``"did you mean 'x'?"`` for the closest valid name, or an empty string when none is close."""
     closest = find_closest(name, valid)
-    return f"did you mean {closest!r}?" if closest else ""
+    return f"did you mean {closest!r}?" if closest not in ("", name) else ""
 
 
 def join_names(names: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Reading TOML files, and finding the line that a key stands on.
 
-Errors about a file name the line, which the standard parser does not keep. It is found again by a scan of the text,
-only when an error is to be shown.
+Errors about a file name the line, which the standard parser does not keep. It is found again by a scan of the
+text, only when an error is to be shown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from colossal_core.errors import UsageError
 
-__all__ = ["find_line", "read_toml", "select_table"]
+__all__ = ["index_lines", "locate", "read_toml", "select_table"]
 
 _HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
@@ -22,7 +22,8 @@ def read_toml(path: Path) -> dict[str, object]:
     """Parse a TOML file.
 
     Raises:
-        UsageError: The file cannot be read, is not UTF-8, or is not TOML; the parser's message has line and column.
+        UsageError: The file cannot be read, is not UTF-8, or is not TOML; the parser's message has line and
+            column.
     """
     import tomllib
 
@@ -34,13 +35,13 @@ def read_toml(path: Path) -> dict[str, object]:
         raise UsageError(message, hint="give the path of a TOML file") from err
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
         message = f"{str(path)!r} is not valid TOML: {err}"
-        raise UsageError(message, hint="mend the file; strings need quotes, tables look like [parallel]") from err
-
-
+        raise UsageError(
+            message, hint="mend the file; strings need quotes, tables look like [parallel]"
+        ) from err
 
 
 def select_table(path: Path, document: Mapping[str, object]) -> tuple[Mapping[str, object], tuple[str, ...]]:
-    """Return our part of a document and where it is: all of it, or ``[tool.colossal]`` of a pyproject.toml."""
+    """Return our part of a document and its place: all of it, or ``[tool.colossal]`` of a pyproject.toml."""
     if path.name != "pyproject.toml":
         return document, ()
     tool = document.get("tool")
@@ -48,18 +49,12 @@ def select_table(path: Path, document: Mapping[str, object]) -> tuple[Mapping[st
     return (ours if isinstance(ours, Mapping) else {}), ("tool", "colossal")
 
 
-def find_line(path: Path, keys: Sequence[str]) -> int | None:
-    """Return the line, counted from 1, on which a key is written; the closest enclosing key if it stands in a line.
-
-    Args:
-        path: The file.
-        keys: The key with all tables around it, ``("parallel", "tensor", "degree")``.
-    """
+def index_lines(path: Path) -> dict[tuple[str, ...], int]:
+    """Return the line, counted from 1, of every key and table header; empty when the file cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return None
-    wanted = tuple(keys)
+        return {}
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(lines, start=1):
@@ -68,12 +63,31 @@ def find_line(path: Path, keys: Sequence[str]) -> int | None:
             found.setdefault(table, number)
         elif assignment := _ASSIGNMENT.match(line):
             found.setdefault(table + _split(assignment[1]), number)
-    for length in range(len(wanted), 0, -1):
-        if wanted[:length] in found:
-            return found[wanted[:length]]
-    return None
+    return found
+
+
+def locate(path: Path, keys: Sequence[str], lines: Mapping[tuple[str, ...], int] | None = None) -> str:
+    """Return ``"FILE:LINE table.key"`` for messages.
+
+    A key inside an inline table has the line of that table; without any line, the file and the key path are
+    given.
+
+    Args:
+        path: The file.
+        keys: The key with all tables around it, ``("parallel", "tensor", "degree")``.
+        lines: What ``index_lines`` returned, if it is at hand.
+    """
+    known = index_lines(path) if lines is None else lines
+    number = next((known[key] for key in _list_prefixes(keys) if key in known), None)
+    place = str(path) if number is None else f"{path}:{number}"
+    return f"{place} {'.'.join(keys)}"
+
+
+def _list_prefixes(keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a key and all keys around it, the innermost first."""
+    return [tuple(keys[:length]) for length in range(len(keys), 0, -1)]
 
 
 def _split(dotted: str) -> tuple[str, ...]:
-    """Split a dotted key and drop quotes. Quoted dots are not handled: the line is a help, the key path is exact."""
+    """Split a dotted key and drop quotes. Dots in quotes are not handled: only the line would be missing."""
     return tuple(part.strip().strip("\"'") for part in dotted.split("."))

@@ -1,7 +1,7 @@
 """The registry of pieces and the contract of plugins: hooks, records, targets.
 
-What a plugin's light module needs is here: ``hookimpl``, the records and ``Target``. The registry itself is loaded on
-first use, so a plugin does not pay for it.
+What a plugin's light module needs is here: ``hookimpl``, the records and ``Target``. The registry itself is
+loaded on first use, so a plugin does not pay for it.
 """
 
 from __future__ import annotations

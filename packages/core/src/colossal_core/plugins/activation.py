@@ -1,7 +1,8 @@
 """Tier two: import one plugin's light module and take its records, all or nothing.
 
-Whatever goes wrong with a plugin is turned into one ``PluginLoadError`` of one shape: which plugin, which distribution
-and version, which hook, what, where, and what to do next. The registry decides whether that stops anything.
+Whatever goes wrong with a plugin is turned into one ``PluginLoadError`` of one shape: which plugin, which
+distribution and version, which hook, what, where, and what to do next. The registry decides whether that
+stops anything.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def fail(info: PluginInfo, stage: str, error: BaseException, place: str = "") ->
     if isinstance(error, PluginLoadError) and error.message.startswith(info.title):
         return error
     message = f"{info.title} {stage}\n{describe_failure(error, place)}"
-    hint = f'colossal plugins doctor {info.name}, or disable it: colossal plugins disable {info.name} --why "..."'
+    disable = f'colossal plugins disable {info.name} --why "..."'
+    hint = f"colossal plugins doctor {info.name}, or disable it: {disable}"
     return PluginLoadError(message, hint=hint)
 
 
@@ -88,7 +90,8 @@ def _import_file(info: PluginInfo) -> ModuleType:
         message = f"the local plugin {str(path)!r} is no Python file"
         raise PluginError(message, hint="give a file that ends in .py")
     module = util.module_from_spec(spec)
-    # Known before it runs, as for any import; taken back when it fails, so that a second attempt starts afresh.
+    # Known before it runs, as for any import; taken back when it fails, so that a second attempt starts
+    # afresh.
     sys.modules[info.module] = module
     try:
         spec.loader.exec_module(module)
@@ -102,8 +105,8 @@ def register_plugin(manager: pluggy.PluginManager, info: PluginInfo, plugin: obj
     """Register a plugin's hooks and return its records; on any error nothing of it stays behind.
 
     Raises:
-        PluginLoadError: A hook is unknown, has wrong arguments or a wrong mark, raises, or offers something that is not
-            the record it should be.
+        PluginLoadError: A hook is unknown, has wrong arguments or a wrong mark, raises, or offers something
+            that is not the record it should be.
     """
     place = str(getattr(plugin, "__file__", None) or info.module)
     try:
@@ -138,12 +141,16 @@ def _check_hooks(manager: pluggy.PluginManager, info: PluginInfo, plugin: object
         place = _locate(implementation.function)
         if hook not in known and not implementation.optionalhook:
             hint = suggest(hook, known) or f"hooks are {join_names(known)}"
-            raise fail(info, f"failed in {hook}", PluginError(f"there is no such hook; {hint}", code="C011"), place)
+            raise fail(
+                info, f"failed in {hook}", PluginError(f"there is no such hook; {hint}", code="C011"), place
+            )
         if implementation.wrapper or implementation.hookwrapper:
             error = PluginError("wrappers are refused: they hide who decided", code="C011")
             raise fail(info, f"failed in {hook}", error, place)
         if hook in REGISTRATIONS and (implementation.tryfirst or implementation.trylast):
-            error = PluginError("tryfirst and trylast are refused here: pieces are chosen by name", code="C011")
+            error = PluginError(
+                "tryfirst and trylast are refused here: pieces are chosen by name", code="C011"
+            )
             raise fail(info, f"failed in {hook}", error, place)
     marked = {hook for hook, _ in implementations}
     for hook in sorted(known - marked):
@@ -165,18 +172,25 @@ def _collect(manager: pluggy.PluginManager, info: PluginInfo, plugin: object, ho
             continue
         place = _locate(implementation.function)
         try:
-            offered = implementation.function()
-            if not isinstance(offered, Iterable):
-                message = f"expected an iterable of {wanted.__name__}, got {offered!r}"
-                raise PluginError(message, hint="yield or return the records", code="C011")
-            for record in offered:
-                if not isinstance(record, wanted):
-                    message = f"expected {wanted.__name__}, got {record!r}"
-                    raise PluginError(message, code="C011")
-                found.append(record)
+            found.extend(_check_offer(implementation.function(), wanted))
         except (Exception, SystemExit) as err:
             raise fail(info, f"failed in {hook}", err, place) from err
     return found
+
+
+def _check_offer(offered: object, wanted: type[Record]) -> Iterable[Record]:
+    """Yield what a registration hook returned, record by record.
+
+    Raises:
+        PluginError: It is no iterable, or holds something else than the records of this hook.
+    """
+    if not isinstance(offered, Iterable):
+        message = f"expected an iterable of {wanted.__name__}, got {offered!r}"
+        raise PluginError(message, hint="yield or return the records", code="C011")
+    for record in offered:
+        if not isinstance(record, wanted):
+            raise PluginError(f"expected {wanted.__name__}, got {record!r}", code="C011")
+        yield record
 
 
 def _check_records(info: PluginInfo, records: Iterable[Record], place: str) -> None:
@@ -191,7 +205,9 @@ def _check_records(info: PluginInfo, records: Iterable[Record], place: str) -> N
             if axis.name == DATA_AXIS:
                 problem = f"record {record.name!r} brings the axis {DATA_AXIS!r}, which is core's own"
             elif axis.name not in BASE_AXES and axis.inside_of is None and axis.part_of is None:
-                problem = f"axis {axis.name!r} of record {record.name!r} has no place: give inside_of or part_of"
+                problem = (
+                    f"axis {axis.name!r} of record {record.name!r} has no place: give inside_of or part_of"
+                )
         if problem:
             raise fail(info, "failed to register", PluginError(problem, code="C011"), place)
 

@@ -1,7 +1,7 @@
 """What ranks compare before the first collective, as lines of text.
 
-Equal lines on all ranks mean equal plugins and versions. A version says nothing about a source tree that is being
-edited, so editable, local and unregistered plugins add a hash of their source files.
+Equal lines on all ranks mean equal plugins and versions. A version says nothing about a source tree that is
+being edited, so editable, local and unregistered plugins add a hash of their source files.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def describe_plugin(info: PluginInfo, sources: Iterable[Path]) -> str:
 def find_sources(info: PluginInfo, functions: Iterable[object]) -> tuple[Path, ...]:
     """Return the source files that a plugin consists of, as far as they can be known.
 
-    For an installed package these are all Python files of its top-level package; for a single file or an object, the
-    files in which its hooks are written.
+    For an installed package these are all Python files of its top-level package; for a single file or an
+    object, the files in which its hooks are written.
     """
     module = sys.modules.get(info.package) if info.origin in {"core", "installed"} else None
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
@@ -75,7 +75,9 @@ def hash_sources(sources: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def explain_disagreement(lines_by_rank: Mapping[int, Sequence[str]], host_by_rank: Mapping[int, str]) -> str | None:
+def explain_disagreement(
+    lines_by_rank: Mapping[int, Sequence[str]], host_by_rank: Mapping[int, str]
+) -> str | None:
     """Compare what ranks run, and say who differs in what.
 
     Args:
@@ -83,8 +85,8 @@ def explain_disagreement(lines_by_rank: Mapping[int, Sequence[str]], host_by_ran
         host_by_rank: Rank to the name of its host.
 
     Returns:
-        None when all ranks agree; otherwise one block for each set of ranks that agree among themselves, with the lines
-        that not all ranks have, and a note where a rank has none of them.
+        None when all ranks agree; otherwise one block for each set of ranks that agree among themselves, with
+        the lines that not all ranks have, and a note where a rank has none of them.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(lines_by_rank):

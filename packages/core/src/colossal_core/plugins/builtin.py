@@ -18,7 +18,7 @@ __all__ = ["REPLICATED", "colossal_register_memory_managers"]
 
 REPLICATED = MemoryManagerSpec(
     name="replicated",
-    summary="Keep parameters, gradients and optimizer state whole on every rank; reduce gradients between data ranks.",
+    summary="Keep everything whole on every rank, and average gradients over the data ranks.",
     options=Target("colossal_core.pieces:Replicated"),
     target=Target("colossal_core.runtime.replicated:ReplicatedManager"),
 )

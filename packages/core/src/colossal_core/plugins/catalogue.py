@@ -1,6 +1,7 @@
 """Names of our own pieces that come in other distributions, for the answer to a name that is not installed.
 
-This is a list of hints and nothing more: what exists is what plugins register, and core decides nothing by these names.
+This is a list of hints and nothing more: what exists is what plugins register, and core decides nothing by
+these names.
 """
 
 from __future__ import annotations

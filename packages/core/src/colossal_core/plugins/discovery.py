@@ -1,7 +1,7 @@
 """Tier one: what is installed, read from metadata alone.
 
-Nothing of a plugin is imported here. Entry points come in the order of directories, which differs between hosts, so
-everything is sorted by name.
+Nothing of a plugin is imported here. Entry points come in the order of directories, which differs between
+hosts, so everything is sorted by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["CORE_DISTRIBUTION", "PluginInfo", "describe_core", "find_incompatibility", "find_installed", "find_local"]
+__all__ = [
+    "CORE_DISTRIBUTION",
+    "PluginInfo",
+    "describe_core",
+    "find_incompatibility",
+    "find_installed",
+    "find_local",
+]
 
 Origin: TypeAlias = Literal["core", "installed", "local", "object"]
 
@@ -39,8 +46,10 @@ class PluginInfo:
         module: The light module, or ``module:attribute``, that is imported at activation.
         distribution: Name of the distribution; empty for local files and objects.
         version: Its version; empty for local files and objects.
-        is_editable: Whether it is installed from a source tree, so that the version does not tell the contents.
-        origin: ``"core"``, ``"installed"``, ``"local"`` (a single file) or ``"object"`` (given to an isolated registry).
+        is_editable: Whether it is installed from a source tree, so that the version does not tell the
+            contents.
+        origin: ``"core"``, ``"installed"``, ``"local"`` (a single file) or ``"object"`` (given to an isolated
+            registry).
         requires: Requirements of the distribution, as written in its metadata.
         path: The file of a local plugin.
     """
@@ -56,7 +65,7 @@ class PluginInfo:
 
     @property
     def package(self) -> str:
-        """Top-level package of the light module, by which an object of the plugin is recognised without an import."""
+        """Top-level package of the light module, which tells objects of the plugin without an import."""
         return self.module.partition(":")[0].partition(".")[0]
 
     @property
@@ -126,7 +135,8 @@ def describe_core(module: str) -> PluginInfo:
     try:
         distribution = metadata.distribution(CORE_DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        # A source tree on the path without installation; the version is unknown and nothing can be incompatible with it.
+        # A source tree on the path without installation; the version is unknown and nothing can be
+        # incompatible with it.
         version, editable = "", True
     else:
         version, editable = distribution.version, _is_editable(distribution)
@@ -143,7 +153,9 @@ def describe_core(module: str) -> PluginInfo:
 def find_local(paths: Iterable[Path]) -> tuple[PluginInfo, ...]:
     """Describe single-file plugins, sorted by name: ``my_schedule.py`` is the plugin ``my-schedule``."""
     found = [
-        PluginInfo(name=path.stem.replace("_", "-"), module=path.stem, origin="local", path=path, is_editable=True)
+        PluginInfo(
+            name=path.stem.replace("_", "-"), module=path.stem, origin="local", path=path, is_editable=True
+        )
         for path in paths
     ]
     return tuple(sorted(found, key=lambda info: info.name))
@@ -152,8 +164,8 @@ def find_local(paths: Iterable[Path]) -> tuple[PluginInfo, ...]:
 def find_incompatibility(info: PluginInfo, core_version: str) -> str:
     """Return why a plugin does not go with this core, or an empty string when it does.
 
-    The plugin's own requirement on core decides. A pre-release of core counts as compatible when it, or the release it
-    leads to, is admitted.
+    The plugin's own requirement on core decides. A pre-release of core counts as compatible when it, or the
+    release it leads to, is admitted.
     """
     for text in info.requires:
         specifier = _read_core_requirement(text)

@@ -60,6 +60,11 @@ class Registered:
         return f"{self.plugin}:{self.record.name}"
 
     @property
+    def title(self) -> str:
+        """How errors call the provider: ``"plugin 'zero' (colossal-zero 0.1.0)"``."""
+        return f"plugin {self.plugin!r} ({self.provider})"
+
+    @property
     def piece(self) -> PieceSpec:
         """The record as that of a piece.
 
@@ -78,13 +83,13 @@ class Registered:
             PluginLoadError: It cannot be imported.
             PluginError: It is not an attrs class, or lacks a field that the record presets.
         """
-        options = self.piece.options.load(f"plugin {self.plugin!r} ({self.provider})")
+        options = self.piece.options.load(self.title)
         if not isinstance(options, type) or not attrs.has(options):
-            message = f"plugin {self.plugin!r} ({self.provider}): options of {self.record.name!r} must be an attrs class"
-            raise PluginError(f"{message}, got {options!r}", hint="decorate it with @attrs.frozen", code="C011")
+            message = f"{self.title}: options of {self.record.name!r} must be an attrs class, got {options!r}"
+            raise PluginError(message, hint="decorate it with @attrs.frozen", code="C011")
         unknown = self.piece.presets.keys() - {field.alias for field in attrs.fields(options)}
         if unknown:
-            message = f"plugin {self.plugin!r} ({self.provider}): {self.record.name!r} presets {min(unknown)!r}"
+            message = f"{self.title}: {self.record.name!r} presets {min(unknown)!r}"
             raise PluginError(f"{message}, which {options.__name__} does not have", code="C011")
         return options
 
@@ -94,6 +99,5 @@ class Registered:
         Raises:
             PluginLoadError: It cannot be imported.
         """
-        provider = f"plugin {self.plugin!r} ({self.provider})"
         target = self.record.check if isinstance(self.record, DiagnosticSpec) else self.record.target
-        return target.load(provider)
+        return target.load(self.title)

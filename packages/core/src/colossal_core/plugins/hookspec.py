@@ -1,13 +1,14 @@
 """The hooks of Colossal, version 1: every door through which a plugin comes in.
 
-Names follow one grammar. ``colossal_register_<plural>`` offers records; ``colossal_before_<noun>_<participle>``,
-``colossal_after_<noun>_<participle>`` and ``colossal_on_<noun>_error`` observe. Everything else that a plugin does is a
-method of an interface that its record names, not a hook.
+Names follow one grammar. ``colossal_register_<plural>`` offers records;
+``colossal_before_<noun>_<participle>``, ``colossal_after_<noun>_<participle>`` and
+``colossal_on_<noun>_error`` observe. Everything else that a plugin does is a method of an interface that its
+record names, not a hook.
 
-A plugin is a module (or any object) whose functions carry these names and the ``hookimpl`` mark; an implementation may
-leave out arguments that it does not need. An installed plugin is announced by an entry point of the group
-``colossal.plugins``, whose name is the plugin's name. Order is never a means of choice: pieces are chosen by name in the
-plan, and ``tryfirst``, ``trylast`` and wrappers are refused.
+A plugin is a module (or any object) whose functions carry these names and the ``hookimpl`` mark; an
+implementation may leave out arguments that it does not need. An installed plugin is announced by an entry
+point of the group ``colossal.plugins``, whose name is the plugin's name. Order is never a means of choice:
+pieces are chosen by name in the plan, and ``tryfirst``, ``trylast`` and wrappers are refused.
 """
 
 from __future__ import annotations
@@ -96,12 +97,12 @@ def colossal_register_strategies() -> Iterable[StrategySpec]:
                 )
 
     Called:
-        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of plugin
-        names. No process group exists yet.
+        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of
+        plugin names. No process group exists yet.
 
     May:
-        Only make records. It must not import torch, communicate, read files, or depend on the rank: ranks compare what
-        is active. If it raises, the whole plugin is ``failed`` and none of its records count.
+        Only make records. It must not import torch, communicate, read files, or depend on the rank: ranks
+        compare what is active. If it raises, the whole plugin is ``failed`` and none of its records count.
 
     Args:
         None.
@@ -135,12 +136,12 @@ def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
                 )
 
     Called:
-        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of plugin
-        names. No process group exists yet.
+        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of
+        plugin names. No process group exists yet.
 
     May:
-        Only make records. It must not import torch, communicate, read files, or depend on the rank. If it raises, the
-        whole plugin is ``failed`` and none of its records count.
+        Only make records. It must not import torch, communicate, read files, or depend on the rank. If it
+        raises, the whole plugin is ``failed`` and none of its records count.
 
     Args:
         None.
@@ -172,18 +173,19 @@ def colossal_register_commands() -> Iterable[CommandSpec]:
                 )
 
     Called:
-        Once for each registry, when the plugin is activated, in the order of plugin names. Only the process of the
-        ``colossal`` program uses the records; the target is imported when its command runs.
+        Once for each registry, when the plugin is activated, in the order of plugin names. Only the process
+        of the ``colossal`` program uses the records; the target is imported when its command runs.
 
     May:
-        Only make records. It must not import torch or click: every ``colossal --help`` would pay for it. If it raises,
-        the whole plugin is ``failed``.
+        Only make records. It must not import torch or click: every ``colossal --help`` would pay for it. If
+        it raises, the whole plugin is ``failed``.
 
     Args:
         None.
 
     Returns:
-        Any iterable of ``CommandSpec``. A name of ours, or of another plugin, is an error that names both providers.
+        Any iterable of ``CommandSpec``. A name of ours, or of another plugin, is an error that names both
+        providers.
 
     Added in:
         0.1
@@ -210,18 +212,19 @@ def colossal_register_diagnostics() -> Iterable[DiagnosticSpec]:
                 )
 
     Called:
-        Once for each registry, when the plugin is activated, in the order of plugin names. Only ``colossal doctor`` uses
-        the records: it imports each check, calls it once, and prints the findings.
+        Once for each registry, when the plugin is activated, in the order of plugin names. Only ``colossal
+        doctor`` uses the records: it imports each check, calls it once, and prints the findings.
 
     May:
-        Only make records. The check itself may import torch, run compilers and touch devices; it must not start a
-        process group.
+        Only make records. The check itself may import torch, run compilers and touch devices; it must not
+        start a process group.
 
     Args:
         None.
 
     Returns:
-        Any iterable of ``DiagnosticSpec``; each check takes no argument and returns an iterable of ``Finding``.
+        Any iterable of ``DiagnosticSpec``; each check takes no argument and returns an iterable of
+        ``Finding``.
 
     Added in:
         0.1
@@ -243,12 +246,12 @@ def colossal_before_run_started(plan: Plan) -> None:
                 print(f"training in {plan.precision}")
 
     Called:
-        Once, at the end of ``Booster.boost``, on every rank in lock-step, built-in observers first and then in the order
-        of plugin names. The process group exists.
+        Once, at the end of ``Booster.boost``, on every rank in lock-step, built-in observers first and then
+        in the order of plugin names. The process group exists.
 
     May:
-        Issue collectives, if all ranks issue the same ones. An error is not isolated: it ends the run, since a rank that
-        swallowed it would leave the others waiting. The plan is frozen.
+        Issue collectives, if all ranks issue the same ones. An error is not isolated: it ends the run, since
+        a rank that swallowed it would leave the others waiting. The plan is frozen.
 
     Args:
         plan: The effective plan.
@@ -282,8 +285,8 @@ def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
         Issue collectives, if all ranks issue the same ones. An error is not isolated.
 
     Args:
-        summary: Name to value, with at least ``steps`` (real optimizer steps of this run) and ``seconds`` (wall-clock
-            time since ``boost``).
+        summary: Name to value, with at least ``steps`` (real optimizer steps of this run) and ``seconds``
+            (wall-clock time since ``boost``).
 
     Returns:
         None.
@@ -307,12 +310,12 @@ def colossal_before_step_taken(step: int) -> None:
                 marks.append(step)
 
     Called:
-        On every rank, at the start of each ``optimizer.step()`` that closes a gradient window; accumulated calls that do
-        nothing are not seen. All observers together have 50 microseconds.
+        On every rank, at the start of each ``optimizer.step()`` that closes a gradient window; accumulated
+        calls that do nothing are not seen. All observers together have 50 microseconds.
 
     May:
-        Read. It must not issue collectives, wait for a device, or change parameters. An error is isolated: logged once
-        with the plugin's name, then this observer is skipped.
+        Read. It must not issue collectives, wait for a device, or change parameters. An error is isolated:
+        logged once with the plugin's name, then this observer is skipped.
 
     Args:
         step: Number of the step that is about to be taken, counted from 1.
@@ -340,17 +343,17 @@ def colossal_after_step_taken(step: int, metrics: Mapping[str, object]) -> None:
                     log(step, float(metrics["grad_norm"]))
 
     Called:
-        On every rank, at the end of each ``optimizer.step()`` that closed a gradient window. All observers together have
-        50 microseconds.
+        On every rank, at the end of each ``optimizer.step()`` that closed a gradient window. All observers
+        together have 50 microseconds.
 
     May:
-        Read. It must not issue collectives; turning a metric into a Python number may wait for the device. An error is
-        isolated: logged once with the plugin's name, then this observer is skipped.
+        Read. It must not issue collectives; turning a metric into a Python number may wait for the device. An
+        error is isolated: logged once with the plugin's name, then this observer is skipped.
 
     Args:
         step: Number of the step that was taken, counted from 1.
-        metrics: Name to number or detached 0-d tensor, equal on all ranks: ``grad_norm`` (before clipping) and
-            ``stepped`` (False when the update was skipped for non-finite gradients).
+        metrics: Name to number or detached 0-d tensor, equal on all ranks: ``grad_norm`` (before clipping)
+            and ``stepped`` (False when the update was skipped for non-finite gradients).
 
     Returns:
         None.
@@ -374,11 +377,12 @@ def colossal_after_checkpoint_saved(path: Path, step: int) -> None:
                 uploads.put(path)
 
     Called:
-        On every rank, after the barrier that follows the manifest: readers on any rank see a complete checkpoint.
+        On every rank, after the barrier that follows the manifest: readers on any rank see a complete
+        checkpoint.
 
     May:
-        Read the checkpoint. It must not issue collectives or change what is in the folder. An error is isolated: logged
-        once with the plugin's name, then this observer is skipped.
+        Read the checkpoint. It must not issue collectives or change what is in the folder. An error is
+        isolated: logged once with the plugin's name, then this observer is skipped.
 
     Args:
         path: The checkpoint's folder.
@@ -406,11 +410,12 @@ def colossal_on_run_error(error: BaseException, step: int) -> None:
                 page(f"failed at step {step}: {error}")
 
     Called:
-        On the rank that fails, before the error leaves it. Other ranks are usually inside a collective and see nothing.
+        On the rank that fails, before the error leaves it. Other ranks are usually inside a collective and
+        see nothing.
 
     May:
-        Read and report. It must not issue collectives, since no other rank would take part. An error in it is isolated
-        and never replaces the one that is reported.
+        Read and report. It must not issue collectives, since no other rank would take part. An error in it is
+        isolated and never replaces the one that is reported.
 
     Args:
         error: What ends the run.

@@ -1,7 +1,7 @@
 """What one source says about plugins: a flag, a variable or a file, as a value.
 
-A layer answers one question, whether a plugin may be imported, or leaves it to weaker layers. How the layers are
-stacked is told in ``state``; where they come from, in ``sources``.
+A layer answers one question, whether a plugin may be imported, or leaves it to weaker layers. How the layers
+are stacked is told in ``state``; where they come from, in ``sources``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from colossal_core.errors import UsageError
 __all__ = ["CORE_PLUGIN", "PluginFlags", "SettingsLayer", "Verdict"]
 
 CORE_PLUGIN = "core"
-"""Name under which core's own records are registered. It cannot be disabled, and no distribution can take it."""
+"""Name under which core's own records are registered. It cannot be disabled or taken by a distribution."""
 
 
 @final
@@ -29,7 +29,8 @@ class PluginFlags:
         only: Names given to ``--plugins``; None when the flag is absent.
         without: Names given to ``--without-plugin``.
         no_plugins: Whether ``--no-plugins`` is there: core's own records only.
-        is_strict: Whether ``--strict-plugins`` is there: a failing plugin raises instead of being listed as failed.
+        is_strict: Whether ``--strict-plugins`` is there: a failing plugin raises instead of being listed as
+            failed.
     """
 
     only: tuple[str, ...] | None = None
@@ -89,7 +90,9 @@ class SettingsLayer:
             message = f"plugin {name!r} is switched on and off by one source ({source})"
             raise UsageError(message, hint="keep one of the two")
         if self.nothing and self.only:
-            message = f"{self.only_source} {','.join(self.only)} and {self.nothing_source} contradict each other"
+            message = (
+                f"{self.only_source} {','.join(self.only)} and {self.nothing_source} contradict each other"
+            )
             raise UsageError(message, hint="give one of the two")
         if CORE_PLUGIN in self.disabled:
             message = f"the records of {CORE_PLUGIN!r} cannot be disabled, but {self.disabled_source} does so"

@@ -1,8 +1,8 @@
 """Calling observers at run, step and checkpoint boundaries.
 
-The hooks that may not communicate are isolated: an error is logged once with the plugin's name, and that observer is
-skipped from then on. The others are not, because a rank that swallows an error leaves its peers waiting in a
-collective.
+The hooks that may not communicate are isolated: an error is logged once with the plugin's name, and that
+observer is skipped from then on. The others are not, because a rank that swallows an error leaves its peers
+waiting in a collective.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Observers:
         self._notify("colossal_after_checkpoint_saved", {"path": path, "step": step})
 
     def on_run_error(self, error: BaseException, step: int) -> None:
-        """Tell observers what ends the run. Isolated, also in strict mode, so that it never hides that error."""
+        """Tell observers what ends the run. Isolated, also in strict mode: it must never hide that error."""
         self._notify("colossal_on_run_error", {"error": error, "step": step})
 
     def _notify(self, hook: str, arguments: Mapping[str, object]) -> None:

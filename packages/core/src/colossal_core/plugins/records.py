@@ -1,7 +1,7 @@
 """Records: what a plugin offers, as frozen values that name objects without importing them.
 
-A registration hook returns records. They are all that core knows about a piece before a plan uses it: how it is called,
-which options it takes, which mesh axes it brings, and where its implementation lives.
+A registration hook returns records. They are all that core knows about a piece before a plan uses it: how it
+is called, which options it takes, which mesh axes it brings, and where its implementation lives.
 """
 
 from __future__ import annotations
@@ -111,20 +111,22 @@ def _as_axes(value: Iterable[AxisSpec]) -> tuple[AxisSpec, ...]:
 class AxisSpec:
     """One axis of the mesh that a piece brings.
 
-    Axes are, outermost to innermost, ``pipeline, replica, data, sequence, tensor``; an axis with another name says where
-    it goes. ``data`` is core's own and always there.
+    Axes are, outermost to innermost, ``pipeline, replica, data, sequence, tensor``; an axis with another name
+    says where it goes. ``data`` is core's own and always there.
 
     Attributes:
-        name: Lower-case, joined by underscores; what users write in ``[parallel]`` and ``NAME_parallel_size``.
+        name: Lower-case, joined by underscores; what users write in ``[parallel]`` and
+            ``NAME_parallel_size``.
         inside_of: Places a new axis just inside this one (ranks along it are closer together).
-        part_of: Makes this a named sub-axis: the degrees of all parts multiply to the degree of that axis, and the parts
-            stand in its place in the layout, in the order in which they are listed.
+        part_of: Makes this a named sub-axis: the degrees of all parts multiply to the degree of that axis,
+            and the parts stand in its place in the layout, in the order in which they are listed.
         divides_batch: Ranks along the axis bring different samples.
-        gradients: What becomes of gradients along the axis: averaged, summed, or nothing, because each rank holds
-            parameters of its own.
-        degree: The attribute of the options object, a field or a property, that holds the degree. Its value is an
-            integer of at least 1, or None: under these options the axis does not exist.
-        takes_rest: For a part: the degree is what the other parts leave of the whole axis, so options need not know it.
+        gradients: What becomes of gradients along the axis: averaged, summed, or nothing, because each rank
+            holds parameters of its own.
+        degree: The attribute of the options object, a field or a property, that holds the degree. Its value
+            is an integer of at least 1, or None: under these options the axis does not exist.
+        takes_rest: For a part: the degree is what the other parts leave of the whole axis, so options need
+            not know it.
     """
 
     name: str = attrs.field(validator=_is_axis_name)
@@ -138,13 +140,17 @@ class AxisSpec:
     def __attrs_post_init__(self) -> None:
         """Refuse combinations that mean nothing."""
         if self.inside_of is not None and self.part_of is not None:
-            message = f"axis {self.name!r} is inside_of {self.inside_of!r} and part_of {self.part_of!r}; give one"
+            message = (
+                f"axis {self.name!r} is inside_of {self.inside_of!r} and part_of {self.part_of!r}; give one"
+            )
             raise PluginError(message, code="C011")
         if self.takes_rest and self.part_of is None:
             message = f"axis {self.name!r} takes the rest of no axis; takes_rest needs part_of"
             raise PluginError(message, code="C011")
         if self.divides_batch and self.gradients == "none":
-            message = f"axis {self.name!r} divides the batch, so its gradients must be averaged or summed, got 'none'"
+            message = (
+                f"axis {self.name!r} divides the batch, so gradients must be averaged or summed along it"
+            )
             raise PluginError(message, code="C011")
 
 
@@ -189,8 +195,8 @@ class StrategySpec(PieceSpec):
     The target is a subclass of ``colossal_core.interfaces.AbstractStrategy``.
 
     Attributes:
-        phase: When it cuts: all of ``"partition"`` come before ``"shard"``, then ``"transform"``, then ``"recompute"``;
-            inside a phase, the outermost axis comes first.
+        phase: When it cuts: all of ``"partition"`` come before ``"shard"``, then ``"transform"``, then
+            ``"recompute"``; inside a phase, the outermost axis comes first.
     """
 
     kind: ClassVar[str] = "strategy"

@@ -1,11 +1,12 @@
 """The registry: which plugins there are, what state they are in, and what they offer.
 
-Three tiers of cost. ``Registry.discover`` *describes*: it reads metadata and settings and imports nothing of a plugin.
-``activate`` imports the light modules of enabled plugins and takes their records; every query for records does so when
-needed. *Resolving* a record imports the object that it names, and with it torch; that is left to whoever uses it.
+Three tiers of cost. ``Registry.discover`` *describes*: it reads metadata and settings and imports nothing of
+a plugin. ``activate`` imports the light modules of enabled plugins and takes their records; every query for
+records does so when needed. *Resolving* a record imports the object that it names, and with it torch; that is
+left to whoever uses it.
 
-A plugin that fails is listed as failed with its reason, and stops nothing until somebody asks for what it may have
-brought. The registry is a value that is passed around: there is no global one.
+A plugin that fails is listed as failed with its reason, and stops nothing until somebody asks for what it may
+have brought. The registry is a value that is passed around: there is no global one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, final
 import attrs
 import pluggy
 
-from colossal_core.errors import DuplicateNameError, PluginError, PluginLoadError
+from colossal_core.errors import ColossalError, DuplicateNameError, PluginError, PluginLoadError
 from colossal_core.plugins import agreement, builtin, hookspec
 from colossal_core.plugins.activation import fail, import_plugin, list_implementations, register_plugin
-from colossal_core.plugins.answers import explain_missing, explain_piece
+from colossal_core.plugins.answers import explain_axis, explain_missing, explain_piece
 from colossal_core.plugins.discovery import (
     PluginInfo,
     describe_core,
@@ -40,12 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "PluginState", "PluginStatus", "Registered", "Registry"]
 
+
 @final
 class Registry:
     """Plugins of this process and what they offer.
 
-    Made by ``discover`` from what is installed, or by ``isolated`` from objects, for tests. It is described at first
-    and activated by the first query that needs records; both are done once.
+    Made by ``discover`` from what is installed, or by ``isolated`` from objects, for tests. It is described
+    at first and activated by the first query that needs records; both are done once.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class Registry:
             DuplicateNameError: Two providers offer an enabled plugin of one name.
             UsageError: An allow list names a plugin that is not there.
         """
-        ordered = [describe_core(builtin.__name__), *sorted(infos, key=lambda info: (info.name, info.distribution))]
+        ordered = [
+            describe_core(builtin.__name__),
+            *sorted(infos, key=lambda info: (info.name, info.distribution)),
+        ]
         settings.check_allow_lists(info.name for info in ordered)
         _check_names(ordered, settings)
         self._infos = {info.name: info for info in reversed(ordered)}
@@ -112,7 +117,8 @@ class Registry:
             settings: What is switched off; nothing by default.
         """
         infos = [
-            PluginInfo(name=name, module=_name_module(plugin), origin="object") for name, plugin in plugins.items()
+            PluginInfo(name=name, module=_name_module(plugin), origin="object")
+            for name, plugin in plugins.items()
         ]
         return cls(infos, settings=settings or PluginSettings(), objects=plugins)
 
@@ -134,8 +140,8 @@ class Registry:
         """Import the light modules of enabled plugins and take their records. Does nothing the second time.
 
         Raises:
-            PluginLoadError: A plugin fails and the settings are strict. Otherwise it becomes ``failed``, and the first
-                rank logs one warning.
+            PluginLoadError: A plugin fails and the settings are strict. Otherwise it becomes ``failed``, and
+                the first rank logs one warning.
         """
         if self._is_activated:
             return
@@ -166,7 +172,7 @@ class Registry:
         self._report_failures()
 
     def records(self, kind: Kind) -> tuple[Registered, ...]:
-        """Return the records of one kind, core's first and then by plugin; ``"piece"`` means both kinds of pieces."""
+        """Return the records of one kind, core's first, then by plugin; ``"piece"`` means either kind."""
         self.activate()
         return tuple(entry for entry in self._records if _is_kind(entry.record, kind))
 
@@ -192,8 +198,8 @@ class Registry:
             name: A name, or a qualified name such as ``"zero:zero1"``.
 
         Raises:
-            UnknownNameError: There is none. Says which are valid, which is closest, which disabled or failed plugin may
-                bring it, and which distribution of ours would.
+            UnknownNameError: There is none. Says which are valid, which is closest, which disabled or failed
+                plugin may bring it, and which distribution of ours would.
             DuplicateNameError: Several plugins offer it; names them and the qualified names.
         """
         entries = self.records(kind)
@@ -202,8 +208,7 @@ class Registry:
             return found[0]
         if found:
             raise _refuse_duplicates(name, found)
-        inactive = [status for status in self._statuses.values() if status.state != "enabled"]
-        error = explain_missing(kind, name, entries, self.records("piece"), inactive)
+        error = explain_missing(kind, name, entries, self.records("piece"), self._list_inactive())
         raise error from self._failures.get(name.partition(":")[0])
 
     def find_axis_owners(self, axis: str) -> tuple[Registered, ...]:
@@ -213,15 +218,24 @@ class Registry:
         parts = [entry for entry in pieces if any(spec.part_of == axis for spec in entry.piece.axes)]
         return tuple(owners or parts)
 
+    def explain_axis(self, axis: str, place: str) -> ColossalError:
+        """Return the error for an axis that no active piece brings, which says who may.
+
+        Args:
+            axis: The axis.
+            place: Where it was written, the start of the message.
+        """
+        return explain_axis(axis, place, self.records("piece"), self._list_inactive())
+
     def record_for(self, options: object) -> Registered:
         """Return the record that an object of options stands for.
 
-        The class of the object and the presets of the records decide: ``Zero(stage=2)`` is the piece whose record names
-        ``Zero`` and presets ``stage=2``.
+        The class of the object and the presets of the records decide: ``Zero(stage=2)`` is the piece whose
+        record names ``Zero`` and presets ``stage=2``.
 
         Raises:
-            UsageError: The object is a class, or of no registered piece; also when its plugin is disabled, incompatible
-                or failed, which is said with the reason. Nothing of such a plugin is imported.
+            UsageError: The object is a class, or of no registered piece; also when its plugin is disabled,
+                incompatible or failed, which is said with the reason. Nothing of such a plugin is imported.
             DuplicateNameError: Several records fit equally well.
         """
         self.activate()
@@ -233,17 +247,13 @@ class Registry:
         if found:
             raise _refuse_duplicates(repr(options), found)
         package = type(options).__module__.partition(".")[0]
-        blamed = [
-            status
-            for status in self._statuses.values()
-            if status.state != "enabled" and self._infos[status.name].package == package
-        ]
+        blamed = [status for status in self._list_inactive() if self._infos[status.name].package == package]
         same_class = [entry for entry in self.records("piece") if _has_options(entry, type(options))]
         error = explain_piece(options, self.records("piece"), same_class, blamed)
         raise error from (self._failures.get(blamed[0].name) if blamed else None)
 
     def agreement_lines(self) -> tuple[str, ...]:
-        """Return what ranks must have in common: active plugins, core, python and torch with their versions, sorted.
+        """Return what ranks must have in common: active plugins, core, python, torch, with versions, sorted.
 
         Editable, local and unregistered plugins add a hash of their source files.
         """
@@ -278,6 +288,10 @@ class Registry:
             source=source,
         )
 
+    def _list_inactive(self) -> list[PluginStatus]:
+        """Return plugins that are disabled, incompatible or failed."""
+        return [status for status in self._statuses.values() if status.state != "enabled"]
+
     def _list_observers(self) -> dict[str, list[tuple[PluginInfo, pluggy.HookImpl]]]:
         """Return hook name to plugin and implementation in pluggy's call order: last registered first."""
         return {
@@ -292,7 +306,9 @@ class Registry:
         """Turn failures into states, and warn once, on the first rank."""
         for name in sorted(self._failures):
             reason = " ".join(line.strip() for line in self._failures[name].message.splitlines()[1:])
-            self._statuses[name] = attrs.evolve(self._statuses[name], state="failed", reason=reason, source="import")
+            self._statuses[name] = attrs.evolve(
+                self._statuses[name], state="failed", reason=reason, source="import"
+            )
             if os.environ.get("RANK", "0") == "0":
                 import logging
 
@@ -306,7 +322,9 @@ def _check_names(infos: Sequence[PluginInfo], settings: PluginSettings) -> None:
         known = first.setdefault(info.name, info)
         if known is info or not settings.judge(info.name).is_enabled:
             continue
-        message = f"the plugin name {info.name!r} is offered twice, by {known.provider} and by {info.provider}"
+        message = (
+            f"the plugin name {info.name!r} is offered twice, by {known.provider} and by {info.provider}"
+        )
         hint = f"uninstall one of them, or leave both out: --without-plugin {info.name}"
         raise DuplicateNameError(message, hint=hint)
 
@@ -325,15 +343,15 @@ def _is_kind(record: Record, kind: Kind) -> bool:
 def _has_options(entry: Registered, options: type) -> bool:
     """Return whether a record names this class of options.
 
-    Paths are compared first, so nothing is imported for pieces that have nothing to do with the class; a record may
-    also name a re-export of it inside the same package.
+    Paths are compared first, so nothing is imported for pieces that have nothing to do with the class; a
+    record may also name a re-export of it inside the same package.
     """
     target = entry.piece.options
     if (target.module, target.attribute) == (options.__module__, options.__qualname__):
         return True
     if target.package != options.__module__.partition(".")[0]:
         return False
-    return target.load(f"plugin {entry.plugin!r} ({entry.provider})") is options
+    return target.load(entry.title) is options
 
 
 def _fits(entry: Registered, options: object) -> bool:

@@ -1,7 +1,7 @@
 """Where settings of plugins come from: the command line, the environment, project files, the user's file.
 
-Files are searched and read here and nowhere else. A project is the nearest directory, from the working directory
-upwards, with a ``colossal.toml`` or a ``pyproject.toml`` that has ``[tool.colossal]``.
+Files are searched and read here and nowhere else. A project is the nearest directory, from the working
+directory upwards, with a ``colossal.toml`` or a ``pyproject.toml`` that has ``[tool.colossal]``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from colossal_core.errors import UsageError
 from colossal_core.plugins.layers import PluginFlags, SettingsLayer
 from colossal_core.spelling import join_names, suggest
-from colossal_core.tomlfile import find_line, read_toml, select_table
+from colossal_core.tomlfile import locate, read_toml, select_table
 
 __all__ = [
     "find_project_file",
@@ -46,7 +46,7 @@ def read_environment(environ: Mapping[str, str]) -> SettingsLayer:
     return SettingsLayer(
         only=_split_names(environ.get("COLOSSAL_PLUGINS", "")) or None,
         only_source="COLOSSAL_PLUGINS",
-        disabled={name: f"left out by {without}" for name in _split_names(environ.get(without, ""))},
+        disabled=dict.fromkeys(_split_names(environ.get(without, "")), f"left out by {without}"),
         disabled_source=without,
         nothing=read_switch(environ, "COLOSSAL_NO_PLUGINS"),
         nothing_source="COLOSSAL_NO_PLUGINS",
@@ -75,7 +75,8 @@ def read_file(path: Path) -> SettingsLayer:
     """Return the layer of one file; files without ``[plugins]`` say nothing.
 
     Raises:
-        UsageError: The file is not TOML, or its ``[plugins]`` table has an unknown key or a value of the wrong kind.
+        UsageError: The file is not TOML, or its ``[plugins]`` table has an unknown key or a value of the
+            wrong kind.
     """
     table, keys = select_table(path, read_toml(path))
     plugins = table.get("plugins", {})
@@ -105,20 +106,24 @@ def read_file(path: Path) -> SettingsLayer:
 
 def _read_list(path: Path, keys: tuple[str, ...], value: object, example: str) -> tuple[str, ...]:
     """Require a list of strings."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
-        raise _refuse(path, keys, f"must be a list of strings, got {value!r}", f"write {keys[-1]} = {example}")
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(v, str) for v in value)
+    ):
+        raise _refuse(
+            path, keys, f"must be a list of strings, got {value!r}", f"write {keys[-1]} = {example}"
+        )
     return tuple(value)
 
 
 def _refuse(path: Path, keys: tuple[str, ...], problem: str, hint: str) -> UsageError:
     """Return the error for one key of a file, with its line."""
-    line = find_line(path, keys)
-    place = str(path) if line is None else f"{path}:{line}"
-    return UsageError(f"{place}: {'.'.join(keys)} {problem}", hint=hint)
+    return UsageError(f"{locate(path, keys)} {problem}", hint=hint)
 
 
 def find_project_file(start_dir: Path | None = None) -> Path | None:
-    """Return the nearest ``colossal.toml``, or ``pyproject.toml`` with ``[tool.colossal]``, from a directory upwards.
+    """Return the nearest ``colossal.toml``, or ``pyproject.toml`` with ``[tool.colossal]``, upwards.
 
     Raises:
         UsageError: One directory has both, and both have ``[plugins]``.

@@ -1,12 +1,13 @@
 """Which plugins are switched on, who said so, and where to write a change.
 
-Four layers speak, strongest first: flags of the command line, the environment, files of the project (a plan file that
-was named, then ``colossal.toml`` or ``[tool.colossal]`` of ``pyproject.toml``, searched upwards from the working
-directory), and the user's own file. The first layer that says anything about a plugin decides; without a word, a plugin
-that is installed is enabled. All of this is known before anything is imported.
+Four layers speak, strongest first: flags of the command line, the environment, files of the project (a plan
+file that was named, then ``colossal.toml`` or ``[tool.colossal]`` of ``pyproject.toml``, searched upwards
+from the working directory), and the user's own file. The first layer that says anything about a plugin
+decides; without a word, a plugin that is installed is enabled. All of this is known before anything is
+imported.
 
-``--plugins a,b`` and ``COLOSSAL_PLUGINS`` are allow lists: what they leave out is disabled. In files, ``enabled = [...]``
-overrules weaker layers for the plugins that it names and says nothing about others.
+``--plugins a,b`` and ``COLOSSAL_PLUGINS`` are allow lists: what they leave out is disabled. In files,
+``enabled = [...]`` overrules weaker layers for the plugins that it names and says nothing about others.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class PluginSettings:
             start_dir: Where the search for a project file begins; the working directory by default.
             environ: The environment; that of the process by default.
             flags: What the command line says.
-            plan_file: A plan file that the user named. Its ``[plugins]`` count, weaker than the environment and stronger
-                than the project file.
+            plan_file: A plan file that the user named. Its ``[plugins]`` count, weaker than the environment
+                and stronger than the project file.
 
         Raises:
             UsageError: A file or a variable cannot be understood, or contradicts itself.
@@ -100,7 +101,7 @@ class PluginSettings:
         return tuple(layer.path for layer in self.layers if layer.path is not None)
 
     def is_disabled_below(self, path: Path, name: str) -> bool:
-        """Return whether a layer weaker than this file disables the plugin, so that the file must say ``enabled``."""
+        """Return whether a layer weaker than this file disables the plugin: the file must say ``enabled``."""
         weaker = False
         for layer in self.layers:
             if weaker and (verdict := layer.judge(name)) is not None:
@@ -109,7 +110,7 @@ class PluginSettings:
         return False
 
     def check_allow_lists(self, known: Iterable[str]) -> None:
-        """Refuse an allow list that names a plugin which is not there: a typo would silently leave a plugin out.
+        """Refuse an allow list with a plugin that is not there: a typo would silently leave a plugin out.
 
         Raises:
             UsageError: ``--plugins``, ``--without-plugin`` or ``COLOSSAL_PLUGINS`` names an unknown plugin.
@@ -121,14 +122,15 @@ class PluginSettings:
                 named.update(dict.fromkeys(layer.disabled, layer.disabled_source))
             for name, source in named.items():
                 if name not in valid:
-                    message = f"{source} names the plugin {name!r}, which is not installed; there are {join_names(valid)}"
-                    raise UsageError(message, hint=suggest(name, valid) or f"install it, or leave it out of {source}")
+                    message = f"{source} names the plugin {name!r}, but there are only: {join_names(valid)}"
+                    hint = suggest(name, valid) or f"install it, or leave it out of {source}"
+                    raise UsageError(message, hint=hint)
 
     def to_environ(self) -> dict[str, str]:
         """Return variables that make a child process see what the flags of this one say.
 
-        A launcher sets them for its workers, on top of its own environment. An empty value means that the variable must
-        not count.
+        A launcher sets them for its workers, on top of its own environment. An empty value means that the
+        variable must not count.
         """
         flags, environment = SettingsLayer(), SettingsLayer()
         for layer in self.layers:

@@ -1,7 +1,7 @@
 """Names of objects that are imported only when they are needed.
 
-A record says *where* something lives (``"colossal_zero.manager:Zero1"``) instead of holding it, so that a plugin can be
-listed without importing its implementation, and torch with it.
+A record says *where* something lives (``"colossal_zero.manager:Zero1"``) instead of holding it, so that a
+plugin can be listed without importing its implementation, and torch with it.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Target:
             provider: Who named this target, for the error: ``"plugin 'zero' (colossal-zero 0.1.0)"``.
 
         Raises:
-            PluginLoadError: The module raises while it is imported, or has no such attribute. An error of ours that the
-                module raises itself, such as a missing capability, passes unchanged.
+            PluginLoadError: The module raises while it is imported, or has no such attribute. An error of
+                ours that the module raises itself, such as a missing capability, passes unchanged.
         """
         try:
             value: object = import_module(self.module)
@@ -87,7 +87,7 @@ class Target:
 
 
 def describe_failure(error: BaseException, place: str = "") -> str:
-    """Return two indented lines for an error raised by foreign code: what it was, and the file and line to look at.
+    """Return two indented lines for an error raised by foreign code: what it was, and the file and line.
 
     Args:
         error: The error, with its traceback.
@@ -99,7 +99,7 @@ def describe_failure(error: BaseException, place: str = "") -> str:
 
 
 def _find_place(error: BaseException) -> str:
-    """Return ``file:line`` of the deepest frame that is the plugin's, or of the syntax error itself; empty if none is."""
+    """Return ``file:line`` of the deepest frame of the plugin, or of the syntax error itself, or nothing."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = _list_places(error.__traceback__)
