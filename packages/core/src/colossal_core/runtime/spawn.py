@@ -61,12 +61,12 @@ class RankFailedError(ColossalError):
 
     Attributes:
         rank: The rank whose failure caused the others.
-        exit_code: Its exit code; 128 plus the signal's number when a signal ended it.
+        rank_exit_code: Its exit code; 128 plus the signal's number when a signal ended it.
     """
 
     default_code: ClassVar[str] = "C050"
     rank: int = -1
-    exit_code: int = 1
+    rank_exit_code: int = 1
 
 
 @final
@@ -155,10 +155,7 @@ def spawn(function: Callable[..., object], nproc: int, *args: object) -> None:
 
 def _choose_context(function: Callable[..., object], nproc: int) -> tuple[ForkContext | SpawnContext, bool]:
     """Check the arguments and return how to start ranks, and whether that is a fork."""
-    if not callable(function):
-        raise UsageError(f"spawn expects a function, got {function!r}")
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-        raise UsageError(f"nproc must be an integer of at least 1, got {nproc!r}")
+    _check_arguments(function, nproc)
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
             f"this process is rank {dist.get_rank()} of a process group already, so it cannot start ranks",
@@ -172,12 +169,21 @@ def _choose_context(function: Callable[..., object], nproc: int) -> tuple[ForkCo
             f"{name} cannot be imported by another process, and this system cannot fork",
             hint="move the function into a module",
         )
-    if torch.cuda.is_initialized():
+    has_used_cuda: Callable[[], bool] = torch.cuda.is_initialized
+    if has_used_cuda():
         raise CapabilityError(
             f"{name} can only run in a fork, but this process has used CUDA, which no fork survives",
             hint="move the function into a module, or restart and touch CUDA inside the function only",
         )
     return multiprocessing.get_context("fork"), True
+
+
+def _check_arguments(function: object, nproc: object) -> None:
+    """Refuse what is no function or no number of ranks."""
+    if not callable(function):
+        raise UsageError(f"spawn expects a function, got {function!r}")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise UsageError(f"nproc must be an integer of at least 1, got {nproc!r}")
 
 
 def _choose_num_threads(nproc: int, *, is_fork: bool) -> int | None:
@@ -313,5 +319,5 @@ def _raise_first_failure(ranks: list[_Rank]) -> None:
     message = f"rank {first.rank} of {len(ranks)} ended first, {how}, exit code {exit_code}"
     error = RankFailedError(f"{message}\n\n{report}" if report else message)
     error.rank = first.rank
-    error.exit_code = exit_code
+    error.rank_exit_code = exit_code
     raise error

@@ -1,0 +1,1 @@
+"""Running one script on many ranks: processes, their output, their end."""
