@@ -37,7 +37,7 @@ from typing import TypeVar, final
 
 from colossal_core.errors import ColossalError, UsageError
 from colossal_testkit.pool.crew import Crew, ForkServer, Member
-from colossal_testkit.pool.jobs import make_jobs, pack_arguments
+from colossal_testkit.pool.jobs import Arguments, make_jobs, pack_arguments
 from colossal_testkit.pool.outcomes import (
     Outcome,
     RankDiedError,
@@ -249,9 +249,9 @@ class RankPool:
                 f"nproc is {nproc!r}, expected 1 to {_MAX_RANKS}.", hint="Ask for at least one rank."
             )
         verdict = Verdict(reference=refer_to(function), num_ranks=nproc, timeout_seconds=timeout_seconds)
-        payload = pack_arguments(args, kwargs)
+        arguments = pack_arguments(args, kwargs)
         with self._lock:
-            crew = self._start_job(verdict, payload, makes_group=process_group)
+            crew = self._start_job(verdict, arguments, makes_group=process_group)
             try:
                 _await_reports(crew, verdict, grace_seconds=grace_seconds)
             except BaseException:
@@ -267,7 +267,7 @@ class RankPool:
         _print_outputs(verdict.outputs)
         return verdict
 
-    def _start_job(self, verdict: Verdict, payload: bytes, *, makes_group: bool) -> Crew:
+    def _start_job(self, verdict: Verdict, arguments: Arguments, *, makes_group: bool) -> Crew:
         """Hand a job to a crew that is large enough and clean, replacing one that is not."""
         for _ in range(2):
             self.start()
@@ -278,7 +278,7 @@ class RankPool:
             self._num_jobs += 1
             jobs = make_jobs(
                 verdict.reference,
-                payload,
+                arguments,
                 number=self._num_jobs,
                 num_ranks=verdict.num_ranks,
                 store_port=self._crew.store_port,

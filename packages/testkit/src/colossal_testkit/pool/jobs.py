@@ -9,26 +9,31 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from colossal_core.errors import UsageError
 from colossal_testkit.pool.messages import Job, WarningFilter
 from colossal_testkit.pool.processes import WORKER_VARIABLES
-from colossal_testkit.pool.references import FunctionReference
+from colossal_testkit.pool.references import FunctionReference, ModuleReference, refer_to_modules
 from colossal_testkit.pool.values import dumps
 
-__all__ = ["make_jobs", "pack_arguments"]
+__all__ = ["Arguments", "make_jobs", "pack_arguments"]
+
+Arguments: TypeAlias = tuple[bytes, tuple[ModuleReference, ...]]
+"""Pickled arguments, and the modules that must be loaded before they are unpickled."""
 
 _SEED = 1024
 
 
-def pack_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-    """Pickle the arguments of a job.
+def pack_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> Arguments:
+    """Pickle the arguments of a job; return them with the modules of their functions and classes.
 
     Raises:
         UsageError: One of them cannot be pickled.
     """
+    modules: set[str] = set()
     try:
-        return dumps((tuple(args), dict(kwargs)))
+        return dumps((tuple(args), dict(kwargs)), modules), refer_to_modules(modules)
     except pickle.PicklingError as err:
         raise UsageError(
             f"an argument of run_ranks cannot travel to the ranks: {err}.",
@@ -38,7 +43,7 @@ def pack_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> byte
 
 def make_jobs(
     reference: FunctionReference,
-    payload: bytes,
+    arguments: Arguments,
     *,
     number: int,
     num_ranks: int,
@@ -50,13 +55,14 @@ def make_jobs(
 
     Args:
         reference: The function.
-        payload: Its pickled arguments.
+        arguments: What `pack_arguments` made of its arguments.
         number: Count of jobs of the pool.
         num_ranks: World size.
         store_port: Port of the crew's rendezvous store.
         timeout_seconds: When the parent gives up.
         makes_group: Whether the default group is made before the function starts.
     """
+    payload, modules = arguments
     filters = _describe_filters()
     return [
         Job(
@@ -65,6 +71,7 @@ def make_jobs(
             num_ranks=num_ranks,
             reference=reference,
             payload=payload,
+            modules=modules,
             environment={
                 **os.environ,
                 **WORKER_VARIABLES,

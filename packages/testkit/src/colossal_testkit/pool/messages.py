@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from colossal_testkit.pool.references import FunctionReference
+from colossal_testkit.pool.references import FunctionReference, ModuleReference
 
 __all__ = ["Failure", "GroupRecord", "Job", "Ready", "Report", "Reset", "WarningFilter"]
 
@@ -37,6 +37,7 @@ class Job:
         num_ranks: World size of the job.
         reference: The function.
         payload: ``(args, kwargs)``, pickled.
+        modules: Modules that must be there before the payload is unpickled.
         environment: The parent's environment with the variables that torchrun would set.
         directory: The parent's working directory.
         import_path: The parent's ``sys.path``.
@@ -52,6 +53,7 @@ class Job:
     num_ranks: int
     reference: FunctionReference
     payload: bytes
+    modules: tuple[ModuleReference, ...]
     environment: Mapping[str, str]
     directory: str
     import_path: tuple[str, ...]

@@ -14,7 +14,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -23,21 +23,28 @@ import attrs
 
 from colossal_core.errors import UsageError
 
-__all__ = ["FunctionReference", "ModuleLoader", "refer_to"]
+__all__ = ["FunctionReference", "ModuleLoader", "ModuleReference", "refer_to", "refer_to_modules"]
+
+
+@attrs.frozen(kw_only=True)
+class ModuleReference:
+    """A module that a process which imported nothing yet can load: by name if that works, else from its file."""
+
+    file: str
+    name: str
 
 
 @attrs.frozen(kw_only=True)
 class FunctionReference:
-    """Where a function lives: enough to find it in a process that imported nothing yet."""
+    """Where a function lives."""
 
-    file: str
-    module: str
+    module: ModuleReference
     qualname: str
 
     @property
     def text(self) -> str:
         """``file::qualname``, as pytest writes it."""
-        return f"{self.file}::{self.qualname}"
+        return f"{self.module.file}::{self.qualname}"
 
 
 def refer_to(function: Callable[..., object]) -> FunctionReference:
@@ -66,7 +73,18 @@ def refer_to(function: Callable[..., object]) -> FunctionReference:
     file = inspect.getsourcefile(function)
     if file is None or not Path(file).is_file():
         raise UsageError(f"ranks cannot run {qualname!r}: it has no source file.", hint=advice)
-    return FunctionReference(file=str(Path(file).resolve()), module=function.__module__, qualname=qualname)
+    place = ModuleReference(file=str(Path(file).resolve()), name=function.__module__)
+    return FunctionReference(module=place, qualname=qualname)
+
+
+def refer_to_modules(names: Iterable[str]) -> tuple[ModuleReference, ...]:
+    """Return references of those modules that come from a source file, sorted by name."""
+    found = []
+    for name in sorted(names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).suffix == ".py":
+            found.append(ModuleReference(file=str(Path(file).resolve()), name=name))
+    return tuple(found)
 
 
 def lookup(module: ModuleType, qualname: str) -> object:
@@ -95,25 +113,23 @@ class ModuleLoader:
             ImportError: The file holds no such function (any error of the file itself comes through
                 unchanged).
         """
-        self._forget_changed()
-        module = self._load(reference)
-        function = lookup(module, reference.qualname)
+        function = lookup(self.load(reference.module), reference.qualname)
         if not callable(function):
-            message = f"{reference.file} has no function {reference.qualname!r}"
+            message = f"{reference.module.file} has no function {reference.qualname!r}"
             raise ImportError(message)
         return cast("Callable[..., object]", function)
 
-    def _load(self, reference: FunctionReference) -> ModuleType:
-        """Return the module of a reference from ``sys.modules``, by import, or from its file."""
-        known = sys.modules.get(reference.module)
+    def load(self, reference: ModuleReference) -> ModuleType:
+        """Return a module from ``sys.modules``, by import, or from its file."""
+        known = sys.modules.get(reference.name)
         if known is not None and _is_file_of(
             known.__spec__, reference.file, getattr(known, "__file__", None)
         ):
             return known
-        if reference.module != "__main__" and _is_importable_as(reference):
-            return importlib.import_module(reference.module)
+        if reference.name != "__main__" and _is_importable_as(reference):
+            return importlib.import_module(reference.name)
         # A script run as ``__main__`` must not run its ``if __name__ == "__main__"`` part in a worker.
-        name = "__ranks_main__" if reference.module == "__main__" else reference.module
+        name = "__ranks_main__" if reference.name == "__main__" else reference.name
         _make_parents(name, Path(reference.file).parent)
         spec = importlib.util.spec_from_file_location(name, reference.file)
         if spec is None or spec.loader is None:
@@ -137,7 +153,7 @@ class ModuleLoader:
             if file is not None and Path(file).resolve().is_relative_to(folder):
                 self._stamps[name] = (file, _stamp(file))
 
-    def _forget_changed(self) -> None:
+    def forget_changed(self) -> None:
         """Drop every module that this loader brought in, when the file of any of them has changed."""
         if all(_stamp(file) == stamp for file, stamp in self._stamps.values()):
             return
@@ -162,10 +178,10 @@ def _is_file_of(spec: importlib.machinery.ModuleSpec | None, file: str, loaded_f
     return origin is not None and str(Path(origin).resolve()) == file
 
 
-def _is_importable_as(reference: FunctionReference) -> bool:
+def _is_importable_as(reference: ModuleReference) -> bool:
     """Say whether an ordinary import of the module's name finds this very file."""
     try:
-        spec = importlib.util.find_spec(reference.module)
+        spec = importlib.util.find_spec(reference.name)
     except (ImportError, ValueError, AttributeError):
         return False
     return spec is not None and _is_file_of(spec, reference.file, None)

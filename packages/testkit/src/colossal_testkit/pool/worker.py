@@ -8,6 +8,7 @@ collective. A third one buries old process groups, whose destructors wait for gl
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -58,6 +59,9 @@ def run_worker(
     # Works from C, so also when the main thread is stuck with the interpreter's lock in its hands.
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     torch.set_num_interop_threads(1)
+    # What the forkserver's imports registered is for no process in particular; from here on, see
+    # `_end_program`.
+    atexit._clear()  # noqa: SLF001 - no public name
     worker = _Worker(Connection(control_descriptor), listen_descriptor)
     threading.Thread(target=_watch, args=(watch_descriptor, worker), name="watch", daemon=True).start()
     worker.serve()
@@ -129,7 +133,7 @@ class _Worker:
             self._prepare(job)
             result = _call(self._modules, job)
         except BaseException as err:  # noqa: BLE001 - border of the process: all goes to the parent
-            failure = describe_failure(err, file=job.reference.file)
+            failure = describe_failure(err, file=job.reference.module.file)
         ended = time.monotonic()
         records = groups.list_groups(self.started_ns)
         return Report(rank=job.rank, time=ended, result=result, failure=failure, groups=records)
@@ -180,6 +184,7 @@ class _Worker:
 
     def _reset(self) -> Ready:
         """Take the groups of the last job down and forget what it left."""
+        _end_program()
         self._graveyard.put([groups.take_down(), self._job_store])
         self._job_store = None
         _reset_torch()
@@ -193,9 +198,24 @@ class _Worker:
             del dead
 
 
+def _end_program() -> None:
+    """Do what the end of a program would do: run the exit handlers of the job, and forget that it was
+    launched.
+
+    Handlers hold on to what they finish, so without this models and groups of every job would stay alive.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - no public name
+    launcher = sys.modules.get("colossal_core.runtime.launch")
+    if launcher is not None:
+        vars(launcher)["_launched"] = None
+
+
 def _call(modules: ModuleLoader, job: Job) -> bytes:
     """Load the function and its arguments, call it, and return its pickled result."""
+    modules.forget_changed()
     function = modules.resolve(job.reference)
+    for needed in job.modules:
+        modules.load(needed)
     args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", loads(job.payload))
     with warnings.catch_warnings():
         _install_filters(job.filters)
