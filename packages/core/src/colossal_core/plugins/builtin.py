@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from colossal_core.plugins.hookspec import hookimpl
-from colossal_core.plugins.records import MemoryManagerSpec
+from colossal_core.plugins.records import DiagnosticSpec, MemoryManagerSpec
 from colossal_core.plugins.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["REPLICATED", "colossal_register_memory_managers"]
+__all__ = ["REPLICATED", "colossal_register_diagnostics", "colossal_register_memory_managers"]
 
 REPLICATED = MemoryManagerSpec(
     name="replicated",
@@ -29,3 +29,19 @@ REPLICATED = MemoryManagerSpec(
 def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
     """Offer the memory managers of core."""
     yield REPLICATED
+
+
+@hookimpl
+def colossal_register_diagnostics() -> Iterable[DiagnosticSpec]:
+    """Offer the checks of core for ``colossal doctor``."""
+    checks = {
+        "torch": ("The version of torch, and how it was built.", "install torch 2.11 or later"),
+        "devices": ("Accelerators and cores.", "install a build of torch for this accelerator"),
+        "backends": ("What carries collectives.", "install a build of torch with gloo, and nccl for CUDA"),
+        "compilers": ("What builds CPU kernels.", "install a C++ compiler, or set CXX to one"),
+        "network": ("Loopback, interfaces and shared folders.", "ask whoever runs this machine"),
+        "environment": ("Variables that a launcher left.", "unset them, or start with `colossal run`"),
+    }
+    for code, (title, fix) in checks.items():
+        check = Target(f"colossal_core.runtime.diagnostics:check_{code}")
+        yield DiagnosticSpec(code=code, title=title, check=check, fix=fix)
