@@ -11,7 +11,8 @@ __all__ = ["AbstractBorder"]
 class AbstractBorder(ABC):
     """Changes what passes the border of one model: casts, cuts of the batch, gathering of sharded outputs.
 
-    Borders of several pieces nest: ``enter`` runs in the order of the plan, ``exit`` in the reverse order. Both run
+    Borders of several pieces nest: ``enter`` runs in the order of the plan, ``exit`` in the reverse order.
+    Both run
     inside the model's own call, with gradients, on every rank; they may communicate.
     """
 

@@ -29,7 +29,8 @@ class AbstractExecutor(ABC):
             model: The boosted model.
             batch: ``(inputs, target)`` or one mapping.
             criterion: Loss function, or None when the output carries its ``loss``.
-            weight: Weight of this rank's share in the mean: a number, a callable of the batch, or None to derive it.
+            weight: Weight of this rank's share in the mean: a number, a callable of the batch, or None to
+                derive it.
 
         Returns:
             The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.

@@ -49,7 +49,8 @@ class AbstractMemoryManager(ABC):
 
         Args:
             models: The models, cut as planned.
-            optimizers: The user's optimizers; their parameter groups stay the user's and are read at each step.
+            optimizers: The user's optimizers; their parameter groups stay the user's and are read at each
+                step.
             context: Mesh, table (closed), collectives, plan and precision.
         """
 
@@ -71,7 +72,7 @@ class AbstractMemoryManager(ABC):
 
     @abstractmethod
     def step(self, optimizer: int, *, scale: float) -> None:
-        """Update with gradients multiplied by ``scale``, then close the window; after :meth:`finish`, on every rank."""
+        """Update with gradients times ``scale`` and close the window; after :meth:`finish`, on every rank."""
 
     @abstractmethod
     def skip(self, optimizer: int) -> None:

@@ -42,8 +42,8 @@ class Proposal:
 class AbstractStrategy(ABC):
     """Cuts or changes a model. Built with its options object as the only argument.
 
-    ``propose`` decides and ``apply`` does. Strategies run outermost axis first, within a phase; the phases are
-    partition, shard, transform, recompute.
+    ``propose`` decides and ``apply`` does. Strategies run outermost axis first, within a phase; the phases
+    are partition, shard, transform, recompute.
     """
 
     @abstractmethod
@@ -72,8 +72,10 @@ class AbstractStrategy(ABC):
 
     def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
         """Return the borders that models need, by model name; called after :meth:`apply`."""
+        del models, context  # most strategies need none
         return {}
 
     def executor(self, context: Context) -> AbstractExecutor | None:
         """Return what runs a step in place of the plain executor, or None; called after :meth:`borders`."""
+        del context  # most strategies leave the step alone
         return None

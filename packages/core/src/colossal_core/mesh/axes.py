@@ -1,8 +1,8 @@
 """Names of the mesh axes that core knows, and their order.
 
-The one idea: an axis is a direction in which ranks differ, and axes are ordered from the outermost (slowest links) to
-the innermost (fastest links). Core itself only gives meaning to ``data``; every other axis gets its meaning from the
-record of the piece that owns it (:class:`colossal_core.plugins.AxisSpec`).
+The one idea: an axis is a direction in which ranks differ, and axes are ordered from the outermost (slowest
+links) to the innermost (fastest links). Core itself only gives meaning to ``data``; every other axis gets its
+meaning from the record of the piece that owns it (:class:`colossal_core.plugins.AxisSpec`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The arithmetic of ranks: coordinates, groups and their members, in plain integers.
 
-The one idea: ranks are numbered row-major over the axes, outermost first, so a rank is the mixed-radix number of its
-coordinates. A group is then described by the axes along which its members differ, and, where only some coordinates
-belong together, by the blocks of coordinates that do. Nothing here communicates or imports torch, so every case can be
-tested exhaustively and planned on a laptop.
+The one idea: ranks are numbered row-major over the axes, outermost first, so a rank is the mixed-radix
+number of its coordinates. A group is then described by the axes along which its members differ, and, where
+only some coordinates belong together, by the blocks of coordinates that do. Nothing here communicates or
+imports torch, so every case can be tested exhaustively and planned on a laptop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from attrs import field, frozen
+from attrs import frozen
 
 from colossal_core.errors import UsageError
 from colossal_core.mesh.axes import GradientRule
@@ -32,8 +32,8 @@ class Axis:
         degree: Number of ranks along the axis, at least 1.
         divides_batch: Whether ranks along this axis bring different samples.
         gradients: What happens to gradients along it.
-        part_of: Name of the axis that this one is a part of, or None. The parts of an axis stand next to each other,
-            and the parent's name stays usable for all of them together.
+        part_of: Name of the axis that this one is a part of, or None. The parts of an axis stand next to each
+            other, and the parent's name stays usable for all of them together.
     """
 
     name: str
@@ -45,24 +45,26 @@ class Axis:
     def __attrs_post_init__(self) -> None:
         """Refuse degrees below 1."""
         if self.degree < 1:
-            raise UsageError(f"axis {self.name!r} has degree {self.degree}", hint="give a degree of at least 1")
+            raise UsageError(
+                f"axis {self.name!r} has degree {self.degree}", hint="give a degree of at least 1"
+            )
 
 
 @frozen
 class GroupSpec:
     """Which ranks belong together, said without naming a rank.
 
-    Ranks that agree on all other axes and differ only along ``axes`` form a group. With ``blocks``, only coordinates
-    in the same block belong together; a rank in no block is a group of its own. All ranks give the same spec, and each
-    reads its own group from it.
+    Ranks that agree on all other axes and differ only along ``axes`` form a group. With ``blocks``, only
+    coordinates in the same block belong together; a rank in no block is a group of its own. All ranks give
+    the same spec, and each reads its own group from it.
 
     Attributes:
         axes: Axis names (or parents of axes), in any order; stored as given.
-        blocks: Disjoint sets of coordinates along ``axes``, e.g. ``(((0,), (1,)), ((2,), (3,)))`` for two KV heads
-            that are shared by two tensor ranks each. None when all coordinates belong together.
+        blocks: Disjoint sets of coordinates along ``axes``, e.g. ``(((0,), (1,)), ((2,), (3,)))`` for two KV
+            heads that are shared by two tensor ranks each. None when all coordinates belong together.
     """
 
-    axes: tuple[str, ...] = field(default=(), converter=tuple)
+    axes: tuple[str, ...] = ()
     blocks: tuple[tuple[Coordinates, ...], ...] | None = None
 
 
@@ -74,7 +76,7 @@ class MeshLayout:
         axes: The axes, outermost first. Names are unique, and the parts of one parent are adjacent.
     """
 
-    axes: tuple[Axis, ...] = field(converter=tuple)
+    axes: tuple[Axis, ...]
 
     def __attrs_post_init__(self) -> None:
         """Refuse repeated names, and parts of one axis that do not stand together."""
@@ -118,7 +120,7 @@ class MeshLayout:
         )
 
     def degree(self, name: str) -> int:
-        """Return the number of ranks along an axis, or along all parts of a parent; 1 for an axis that is absent."""
+        """Return the number of ranks along an axis, or all parts of a parent; 1 if the axis is absent."""
         return math.prod(axis.degree for axis in self.axes if name in (axis.name, axis.part_of))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -128,7 +130,9 @@ class MeshLayout:
             UsageError: The rank is outside the world.
         """
         if not 0 <= rank < self.world_size:
-            raise UsageError(f"rank {rank} is outside a world of {self.world_size}", hint="ranks count from 0")
+            raise UsageError(
+                f"rank {rank} is outside a world of {self.world_size}", hint="ranks count from 0"
+            )
         found: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, found[axis.name] = divmod(rank, axis.degree)
@@ -153,7 +157,7 @@ class MeshLayout:
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return axis names in mesh order, parents replaced by their parts.
 
-        Names that the mesh lacks are left out if core or the plan could have them with degree 1; they change nothing.
+        Names that the mesh lacks are left out: axes of degree 1 change nothing.
         """
         wanted = set(axes)
         return tuple(axis.name for axis in self.axes if axis.name in wanted or axis.part_of in wanted)
@@ -163,7 +167,7 @@ class MeshLayout:
         return GroupSpec(self.names)
 
     def members(self, spec: GroupSpec, rank: int) -> tuple[int, ...]:
-        """Return the ranks in the group of ``rank``, ascending; only the rank itself when no block holds it."""
+        """Return the ranks in the group of ``rank``, ascending; only itself when no block holds it."""
         for group in self._groups_like(spec, self.coordinates(rank)):
             if rank in group:
                 return group
@@ -185,8 +189,8 @@ class MeshLayout:
     def product(self, specs: Sequence[GroupSpec]) -> GroupSpec:
         """Return the group of ranks that any chain of the given groups connects.
 
-        Groups over different axes multiply: KV heads shared by two tensor ranks, times four data ranks, are eight
-        holders of one part. Blocks over the same axis must be the same.
+        Groups over different axes multiply: KV heads shared by two tensor ranks, times four data ranks, are
+        eight holders of one part. Blocks over the same axis must be the same.
         """
         axes = self.expand(name for spec in specs for name in spec.axes)
         if all(spec.blocks is None for spec in specs):

@@ -1,8 +1,8 @@
 """Agreement of ranks through the rendezvous store, before any collective can hang.
 
-The one idea: each rank publishes what it believes, or the error that it met, under a numbered topic of the store and
-reads what the others published. Only when all say the same does anybody communicate; otherwise every rank raises, with
-the lines that differ. A rank that failed alone is named on all others.
+The one idea: each rank publishes what it believes, or the error that it met, under a numbered topic of the
+store and reads what the others published. Only when all say the same does anybody communicate; otherwise
+every rank raises, with the lines that differ. A rank that failed alone is named on all others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from colossal_core.errors import ColossalError, RankMismatchError
 
@@ -29,11 +30,12 @@ Explain = Callable[[Mapping[int, Sequence[str]], Mapping[int, str]], str | None]
 class Agreement:
     """Exchanges small texts between all ranks through a store.
 
-    Calls are numbered, and so are the agreements of one store, so all ranks make the same ones in the same order.
+    Calls are numbered, and so are the agreements of one store, so all ranks make the same ones in the same
+    order.
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, world_size: int, *, timeout_seconds: float = 60.0
+        self, store: Store | None, rank: int, world_size: int, *, timeout_seconds: float = 60.0
     ) -> None:
         """Use a store that all ranks reach.
 
@@ -43,10 +45,10 @@ class Agreement:
             world_size: Number of ranks.
             timeout_seconds: How long to wait for the others.
         """
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if store is not None and world_size > 1:
             number = store.add(f"colossal.agreements.{rank}", 1)
-            self._store = dist.PrefixStore(f"colossal.agreement.{number}", store)
+            self._store = PrefixStore(f"colossal.agreement.{number}", store)
         self._rank = rank
         self._world_size = world_size
         self._timeout = timedelta(seconds=timeout_seconds)

@@ -1,7 +1,8 @@
 """What a batch is, how a model is called with it, and what a rank's share of it weighs.
 
-The one idea: the loss of a global batch is a weighted mean of the ranks' losses, and the weight is whatever the rank's
-own mean was taken over: valid targets where the criterion ignores some, elements otherwise, or what the user says.
+The one idea: the loss of a global batch is a weighted mean of the ranks' losses, and the weight is whatever
+the rank's own mean was taken over: valid targets where the criterion ignores some, elements otherwise, or
+what the user says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
+import torch.nn.functional as F
 from attrs import frozen
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -45,8 +46,8 @@ def split_batch(batch: Any, device: torch.device) -> Call:
     """Read a batch, moved to the device.
 
     Args:
-        batch: ``(inputs, target)`` with inputs a tensor, a tuple or a mapping; or one mapping, whose items become
-            keyword arguments of the model.
+        batch: ``(inputs, target)`` with inputs a tensor, a tuple or a mapping; or one mapping, whose items
+            become keyword arguments of the model.
         device: Where the model is.
 
     Raises:
@@ -55,7 +56,7 @@ def split_batch(batch: Any, device: torch.device) -> Call:
     batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     if isinstance(batch, Mapping):
         return Call((), dict(batch), batch)
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # noqa: PLR2004 - a pair
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise UsageError(
             f"a batch is {type(batch).__name__}{size}, expected (inputs, target) or one mapping",
@@ -73,6 +74,7 @@ def loss_of(outputs: Any, call: Call, criterion: Criterion | None) -> torch.Tens
     Raises:
         UsageError: There is none, or it is no scalar tensor that requires gradients.
     """
+    loss: Any
     if criterion is not None:
         loss = criterion(outputs, call.target)
         source = "the criterion returned"
@@ -92,14 +94,15 @@ def loss_of(outputs: Any, call: Call, criterion: Criterion | None) -> torch.Tens
 def loss_weight(batch: Any, call: Call, criterion: Criterion | None, weight: Weight) -> float | None:
     """Return what a rank's loss weighs in the mean over the global batch.
 
-    The first that applies: the user's ``weight``; the number of targets that the criterion counts; the number of
-    samples.
+    The first that applies: the user's ``weight``; the number of targets that the criterion counts; the number
+    of samples.
 
     Returns:
         The weight, or None when the criterion sums, so that the global loss is the plain sum.
 
     Raises:
-        UsageError: The weight is negative or not finite, the criterion does not reduce, or no batch size is found.
+        UsageError: The weight is negative or not finite, the criterion does not reduce, or no batch size is
+            found.
     """
     if weight is not None:
         value = float(weight(batch) if callable(weight) else weight)
@@ -124,13 +127,18 @@ def _counted_targets(target: Any, criterion: Criterion | None) -> float | None:
     elif any(criterion is function for function in _IGNORING_FUNCTIONS):
         ignore, class_weights = -100, None
     else:
-        return float(target.numel()) if isinstance(criterion, nn.modules.loss._Loss) else None
+        return float(target.numel()) if _is_torch_loss(criterion) else None
     if target.is_floating_point():  # class probabilities: the mean is over everything but the class dim
         return float(target.numel() // (target.shape[1] if target.dim() > 1 else target.shape[0]))
     valid = target != ignore
     if class_weights is None:
         return float(valid.sum())
     return float(class_weights.to(target.device)[target[valid]].sum())
+
+
+def _is_torch_loss(criterion: Criterion | None) -> bool:
+    """Whether it is a loss of ``torch.nn``, whose mean is over the elements of the target."""
+    return isinstance(criterion, nn.Module) and type(criterion).__module__ == nn.MSELoss.__module__
 
 
 def _batch_size(call: Call) -> int:

@@ -1,7 +1,8 @@
-"""Finding the repeated blocks of a model: the units that are gathered, released, recomputed or staged together.
+"""Finding the repeated blocks of a model: what is gathered, released, recomputed or staged together.
 
-The one idea: models repeat one structure in a list, so the outermost ``ModuleList`` or ``Sequential`` with at least two
-children of one class, each with modules of its own, holds the blocks. What is left is the root unit.
+The one idea: models repeat one structure in a list, so the outermost ``ModuleList`` or ``Sequential`` with
+at least two children of one class, each with modules of its own, holds the blocks. What is left is the root
+unit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 def _search(module: nn.Module, prefix: str, found: list[str]) -> None:
     """Add the blocks below ``module`` to ``found``, outermost first."""
-    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    children = [
+        (name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None
+    ]
     repeated: set[type[nn.Module]] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         kinds = Counter(type(child) for _, child in children if next(child.children(), None) is not None)

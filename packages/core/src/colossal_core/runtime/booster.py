@@ -13,14 +13,14 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from colossal_core.building import build_plan
+from colossal_core.building import UNSET, Unset, build_plan
 from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import Registry
@@ -53,28 +53,52 @@ class Booster:
         self,
         *pieces: object,
         plan: Plan | Mapping[str, object] | str | Path | None = None,
+        precision: str | torch.dtype | Unset = UNSET,
+        max_grad_norm: float | Unset | None = UNSET,
+        accumulate: int | Unset = UNSET,
+        data: int | str | Unset = UNSET,
+        keep_float32: Sequence[str] | Unset = UNSET,
+        synchronise_batchnorm: bool | Unset = UNSET,
+        nonfinite: str | Unset | None = UNSET,
         registry: Registry | None = None,
-        **settings: object,
     ) -> None:
         """Make the plan; nothing is communicated, and no model is needed.
 
         Args:
-            pieces: Option objects such as ``Zero(stage=1)``, or names such as ``"zero1"``.
-            plan: A plan, a mapping, or the path of a TOML file. Pieces and settings then only add what it leaves open.
+            pieces: Option objects such as ``Zero(stage=1)``, or names such as ``"zero1"``; without a memory
+                manager among them, ``Replicated()``.
+            plan: A plan, a mapping, or the path of a TOML file. Pieces and settings then only add what it
+                leaves open.
+            precision: ``"fp32"`` unless the plan says otherwise; ``"fp64"``, ``"bf16"``, or the torch dtype.
+            max_grad_norm: Clip the global gradient norm to this; None does not clip.
+            accumulate: Calls of ``optimizer.step()`` in a gradient window; 1 so far.
+            data: Number of data ranks, or ``"auto"``: all that the other axes leave.
+            keep_float32: Patterns of names of modules that stay in fp32 under a 16-bit precision.
+            synchronise_batchnorm: Whether batch statistics are those of the global batch.
+            nonfinite: None raises for non-finite gradients, ``"skip"`` skips such steps.
             registry: Where pieces come from; by default every installed plugin that is enabled here.
-            settings: ``precision``, ``max_grad_norm``, ``accumulate``, ``data``, ``keep_float32``,
-                ``synchronise_batchnorm``, ``nonfinite``: see :class:`colossal_core.Plan`.
 
         Raises:
             UsageError: The plan contradicts itself, or a name is unknown; lists everything that is wrong.
             PluginError: A plugin that the plan needs failed.
         """
         self.registry = Registry.discover(load_local=True) if registry is None else registry
-        self.plan: Plan = build_plan(self.registry, pieces, plan=plan, **settings)
+        self.plan: Plan = build_plan(
+            self.registry,
+            pieces,
+            plan=plan,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            data=data,
+            keep_float32=keep_float32,
+            synchronise_batchnorm=synchronise_batchnorm,
+            nonfinite=nonfinite,
+        )
         self.world = current_world()
         self._engine: Engine | None = None
 
-    # --- set-up ------------------------------------------------------------------------------------------------------
+    # --- set-up ---------------------------------------------------------------------------------------------
 
     def boost(self, *objects: Any, **named: Any) -> Any:
         """Cut, shard and wrap the objects as planned; collective over all ranks.
@@ -84,8 +108,8 @@ class Booster:
             named: The same, with names: ``generator=g``.
 
         Returns:
-            What was given, in that order, one object alone. Models are the same objects, changed in place; optimizers
-            and schedulers are new objects over the user's.
+            What was given, in that order, one object alone. Models are the same objects, changed in place;
+            optimizers and schedulers are new objects over the user's.
 
         Raises:
             ColossalError: Something does not fit; raised on every rank, with the objects unchanged.
@@ -114,7 +138,7 @@ class Booster:
         return results[0] if len(results) == 1 else results
 
     def release(self, model: nn.Module) -> nn.Module:
-        """Give the models of this Booster back as plain ones, in the dtype that they compute in, and return ``model``.
+        """Give the models back as plain ones, in the dtype that they compute in, and return ``model``.
 
         All models and optimizers of the ``boost`` call are released; parameters own their memory again.
         """
@@ -126,7 +150,7 @@ class Booster:
         self._engine = None
         return model
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- a step ---------------------------------------------------------------------------------------------
 
     def forward_backward(
         self,
@@ -138,13 +162,15 @@ class Booster:
     ) -> torch.Tensor:
         """Run forward and backward on this rank's share of a batch.
 
-        Gradients become those of the mean loss over the global batch, whatever the shares. The weight of a share in
-        that mean is, the first that applies: ``weight``; the targets that a torch loss counts; the number of samples.
+        Gradients become those of the mean loss over the global batch, whatever the shares. The weight of a
+        share in that mean is, the first that applies: ``weight``; the targets that a torch loss counts; the
+        number of samples.
 
         Args:
             model: A boosted model.
-            batch: ``(inputs, target)``, inputs being a tensor, a tuple of arguments or a mapping of keyword arguments;
-                or one mapping, whose items are keyword arguments and which is the criterion's second argument.
+            batch: ``(inputs, target)``, inputs being a tensor, a tuple of arguments or a mapping of keyword
+                arguments; or one mapping, whose items are keyword arguments and which is the criterion's
+                second argument.
             criterion: ``criterion(outputs, target) -> loss``; None when the outputs carry a ``loss``.
             weight: Weight of this share: a number, or a function of the batch.
 
@@ -165,9 +191,10 @@ class Booster:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Launch no reduction from inside the backward passes of this context: more will follow before ``step()``.
+        """Launch no reduction from inside backward in this context: more passes follow before ``step()``.
 
-        Results are the same without it; it saves traffic where the number of backward passes changes from step to step.
+        Results are the same without it; it saves traffic where the number of backward passes changes from
+        step to step.
         """
         with self._built("no_sync").manager.hold():
             yield
@@ -186,7 +213,9 @@ class Booster:
         engine.context.collectives.all_reduce(pair, group, phase="metrics").wait()
         total, weights = pair.tolist()
         if not weights > 0:
-            raise UsageError(f"the weights of all ranks sum to {weights}", hint="give at least one a positive weight")
+            raise UsageError(
+                f"the weights of all ranks sum to {weights}", hint="give at least one a positive weight"
+            )
         return float(total / weights)
 
     def full_parameters(self, model: nn.Module) -> Any:
@@ -194,7 +223,7 @@ class Booster:
         self._check_model(model)
         return self._built("full_parameters").manager.full_parameters(model)
 
-    # --- where this rank is ------------------------------------------------------------------------------------------
+    # --- where this rank is ---------------------------------------------------------------------------------
 
     @property
     def data_degree(self) -> int:
@@ -221,7 +250,7 @@ class Booster:
         """Real steps so far, of the first optimizer."""
         return 0 if self._engine is None else self._engine.num_steps
 
-    # --- reports -----------------------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """Return the effective plan as lines of ``key = value  (origin)``."""
@@ -249,12 +278,14 @@ class Booster:
         """Every transfer of the last step, in order."""
         return self._built("last_traffic").context.collectives.ledger.last_step
 
-    # --- internals ---------------------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------------------
 
     def _built(self, name: str) -> Engine:
         """Return the engine, or say that ``boost`` comes first."""
         if self._engine is None:
-            raise UsageError(f"{name} needs a boosted model", hint="call booster.boost(model, optimizer) first")
+            raise UsageError(
+                f"{name} needs a boosted model", hint="call booster.boost(model, optimizer) first"
+            )
         return self._engine
 
     def _check_model(self, model: nn.Module) -> None:

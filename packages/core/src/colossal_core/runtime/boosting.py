@@ -1,8 +1,9 @@
 """``boost``: propose, then apply.
 
-The one idea: everything that can be wrong is found before the user's objects change, and on every rank: errors of one
-rank travel through the rendezvous store, never through a collective that the others might not reach. Then the pieces are
-put together in one order: mesh, strategies outermost first, memory manager, executor.
+The one idea: everything that can be wrong is found before the user's objects change, and on every rank:
+errors of one rank travel through the rendezvous store, never through a collective that the others might not
+reach. Then the pieces are put together in one order: mesh, strategies outermost first, memory manager,
+executor.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
-from colossal_core.errors import UsageError
-from colossal_core.interfaces import AbstractBorder, AbstractExecutor, AbstractMemoryManager, AbstractStrategy, Proposal
+from colossal_core.errors import PluginError, UsageError
+from colossal_core.interfaces import (
+    AbstractBorder,
+    AbstractExecutor,
+    AbstractMemoryManager,
+    AbstractStrategy,
+    Proposal,
+)
 from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.borders import hook_border
@@ -32,9 +39,7 @@ from colossal_core.runtime.precision import Precision, cast_borders
 from colossal_core.runtime.table import ParameterTable
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from colossal_core.plan import Plan
+    from colossal_core.plan import Plan, PlannedPiece
     from colossal_core.plugins import Registry
     from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.launch import World
@@ -61,7 +66,9 @@ class _Proposed:
     precision: Precision
 
 
-def build_engine(objects: Objects, plan: Plan, registry: Registry, world: World, agreement: Agreement) -> Engine:
+def build_engine(
+    objects: Objects, plan: Plan, registry: Registry, world: World, agreement: Agreement
+) -> Engine:
     """Check everything on every rank, then cut the models and attach the memory manager; collective.
 
     Args:
@@ -101,8 +108,17 @@ def build_engine(objects: Objects, plan: Plan, registry: Registry, world: World,
     proposed.manager.attach(objects.models, objects.optimizers, context)
     borders = [strategy.borders(objects.models, context) for strategy, _ in proposed.strategies]
     executors = [strategy.executor(context) for strategy, _ in proposed.strategies]
-    executor: AbstractExecutor = next((found for found in executors if found), PlainExecutor(context, agreement))
-    engine = Engine(context, proposed.manager, executor, objects.models, agreement, registry.observers)
+    executor: AbstractExecutor = next(
+        (found for found in executors if found), PlainExecutor(context, agreement)
+    )
+    engine = Engine(
+        context=context,
+        manager=proposed.manager,
+        executor=executor,
+        models=objects.models,
+        agreement=agreement,
+        observers=registry.observers,
+    )
     _install_borders(engine, borders)
     return engine
 
@@ -121,8 +137,7 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
     precision.dtypes(objects.models.values())
     strategies = []
     for piece in plan.strategies:
-        kind = piece.record.target.load()
-        strategy: AbstractStrategy = kind(piece.options)
+        strategy: AbstractStrategy = _make(piece, AbstractStrategy)
         proposal = strategy.propose(objects.models, plan, layout, world.rank)
         for finding in proposal.findings:
             if finding.severity == "error":
@@ -130,10 +145,27 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
             if world.rank == 0:
                 warnings.warn(f"{piece.record.name}: {finding.message}", stacklevel=6)
         strategies.append((strategy, proposal))
-    manager: AbstractMemoryManager = plan.memory.record.target.load()(plan.memory.options)
+    manager: AbstractMemoryManager = _make(plan.memory, AbstractMemoryManager)
     return _Proposed(
         layout=layout, table=table, strategies=tuple(strategies), manager=manager, precision=precision
     )
+
+
+def _make(piece: PlannedPiece, interface: type) -> Any:
+    """Import the implementation of a piece and build it with its options.
+
+    Raises:
+        PluginError: It is not of the kind that its record says.
+    """
+    kind = piece.record.target.load()
+    if not (isinstance(kind, type) and issubclass(kind, interface)):
+        raise PluginError(
+            f"{piece.qualified_name} names {piece.record.target} as its implementation, which is no "
+            f"{interface.__name__}",
+            hint="correct the target in the plugin's record",
+        )
+    build: Callable[[object], object] = kind
+    return build(piece.options)
 
 
 def _check_owners(
@@ -164,12 +196,14 @@ def _optimizer_lines(objects: Objects, table: ParameterTable) -> list[str]:
             entries = [table.entry_of(parameter) for parameter in group["params"]]
             names = ",".join(".".join(entry.key) for entry in entries if entry is not None)
             digest = hashlib.sha256(names.encode()).hexdigest()[:12]
-            lines.append(f"{type(optimizer).__name__} group {number}: {len(entries)} parameters, order {digest}")
+            lines.append(
+                f"{type(optimizer).__name__} group {number}: {len(entries)} parameters, order {digest}"
+            )
     return lines
 
 
 def _make_equal(context: Context, agreement: Agreement) -> None:
-    """Check that all ranks start from equal values; where they do not, take the first rank's, and say so once."""
+    """Check that all ranks start from equal values; else take the first rank's, and say so once."""
     tensors = [(entry, context.table.tensor(entry)) for entry in context.table]
     digests = agreement.share("values", _digest([tensor for _, tensor in tensors]))
     if len(set(digests)) == 1:
@@ -203,13 +237,17 @@ def _create_groups(context: Context, agreement: Agreement, num_optimizers: int) 
 
     Creating a process group is collective over the world, but ranks may hold different parameters.
     """
-    mine = {spec for entry in context.table for spec in (entry.reduce, *(part.sum_over for part in entry.parts))}
+    mine = {
+        spec for entry in context.table for spec in (entry.reduce, *(part.sum_over for part in entry.parts))
+    }
     texts = agreement.share("groups", json.dumps([[spec.axes, spec.blocks] for spec in mine if spec.axes]))
     specs: dict[str, GroupSpec] = {}
     for text in texts:
         for axes, blocks in json.loads(text):
-            as_tuples = None if blocks is None else tuple(tuple(tuple(place) for place in block) for block in blocks)
-            specs[json.dumps([axes, blocks])] = GroupSpec(axes, as_tuples)
+            as_tuples = (
+                None if blocks is None else tuple(tuple(tuple(place) for place in block) for block in blocks)
+            )
+            specs[json.dumps([axes, blocks])] = GroupSpec(tuple(axes), as_tuples)
     context.mesh.everyone()
     for index in range(num_optimizers):
         for _, spec in sorted(specs.items()):

@@ -22,7 +22,9 @@ def hook_border(module: nn.Module, border: AbstractBorder) -> list[RemovableHand
         Handles that remove it again.
     """
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return border.enter(args, kwargs)
 
     def leave(_: nn.Module, _args: Any, outputs: Any) -> Any:

@@ -1,10 +1,11 @@
 """The one thin module through which everything communicates.
 
-It picks the function that this version of torch has, bridges what a backend lacks, skips groups of one rank, and books
-each call in the ledger. Every function returns a :class:`Pending`; a blocking call is ``....wait()``.
+It picks the function that this version of torch has, bridges what a backend lacks, skips groups of one rank,
+and books each call in the ledger. Every function returns a :class:`Pending`; a blocking call is
+``....wait()``.
 
-gloo's reduce-scatter is a loop of all-reduces. An all-to-all and a local sum move the same bytes, add in rank order
-(so the result does not depend on timing), and were measured 1.4 to 3 times faster.
+gloo's reduce-scatter is a loop of all-reduces. An all-to-all and a local sum move the same bytes, add in
+rank order (so the result does not depend on timing), and were measured 1.4 to 3 times faster.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Reduction = Literal["sum", "max"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+_REDUCE_SCATTER = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # renamed in torch 2.13
 
 
 @define
@@ -91,12 +94,14 @@ class Collectives:
         self._book("all_gather", output, group, phase)
         return Pending(_ALL_GATHER(output.view(-1), shard.view(-1), group=group.handle, async_op=True))
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, group: Group, *, phase: str) -> Pending:
+    def reduce_scatter(
+        self, output: torch.Tensor, full: torch.Tensor, group: Group, *, phase: str
+    ) -> Pending:
         """Sum ``full`` over the group and leave this rank's slice of the sum in ``output``.
 
         Args:
-            output: Contiguous; receives slice ``group.index`` of the sum. It may have a wider dtype than ``full``:
-                then, on backends that are bridged, the sum is accumulated in that dtype.
+            output: Contiguous; receives slice ``group.index`` of the sum. It may have a wider dtype than
+                ``full``: then, on backends that are bridged, the sum is accumulated in that dtype.
             full: Contiguous, ``group.size`` times as many elements as ``output``.
             group: The members.
             phase: What it is for, for the ledger.
@@ -143,7 +148,7 @@ def _copy(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the rows in order into ``output``; row by row, since a sum over dim 0 is ten times slower on CPU."""
+    """Add the rows in order into ``output``; row by row: a sum over dim 0 is ten times slower on CPU."""
     output.copy_(rows[0])
     for row in rows[1:]:
         output.add_(row)

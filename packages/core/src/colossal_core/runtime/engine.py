@@ -1,7 +1,7 @@
 """What a Booster has built, and the bookkeeping of a run around each step.
 
-The one idea: the engine owns the pieces that ``boost`` put together (context, memory manager, executor) and is what the
-boosted objects talk to, so those never reach up into the Booster.
+The one idea: the engine owns the pieces that ``boost`` put together (context, memory manager, executor) and
+is what the boosted objects talk to, so those never reach up into the Booster.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
-import torch
-
 from colossal_core.errors import NonFiniteError, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +44,7 @@ class Engine:
 
     def __init__(
         self,
+        *,
         context: Context,
         manager: AbstractMemoryManager,
         executor: AbstractExecutor,
@@ -77,7 +77,9 @@ class Engine:
     def collect_non_finite(self, optimizer: int) -> list[str]:
         """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it."""
         mine = self.manager.non_finite(optimizer)
-        found = {name for text in self._agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")}
+        found = {
+            name for text in self._agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")
+        }
         return [entry.name for entry in self.context.table if entry.name in found]
 
     def refuse_non_finite(self, names: Sequence[str]) -> None:
@@ -91,10 +93,14 @@ class Engine:
             return
         shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        what = f"the gradient of {shown}{more} is not finite" if names else "the gradient norm exceeds the range of fp64"
+        what = (
+            f"the gradient of {shown}{more} is not finite"
+            if names
+            else "the gradient norm exceeds the range of fp64"
+        )
         raise NonFiniteError(
             f"{what} in step {self.num_steps}; nothing was updated",
-            hint="look at the loss and the batch of this step, lower the learning rate, or pass nonfinite='skip'",
+            hint="look at loss and batch of this step, lower the learning rate, or pass nonfinite='skip'",
         )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,8 @@
 """The plain executor: one forward, one backward, and a loss that is the mean over the global batch.
 
-The one idea: the weights of all ranks are summed while forward runs, so the loss can be scaled before backward and
-gradients need nothing but the sum that they get anyway. Loss and weight are one fp64 number each: 16 bytes per step.
+The one idea: the weights of all ranks are summed while forward runs, so the loss can be scaled before
+backward and gradients need nothing but the sum that they get anyway. Loss and weight are one fp64 number
+each: 16 bytes per step.
 """
 
 from __future__ import annotations

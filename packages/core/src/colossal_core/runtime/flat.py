@@ -1,13 +1,14 @@
 """Flat buffers: parameters and gradients of one kind as views of one piece of memory.
 
-The one idea: what is reduced, gathered, updated or moved together lies together, so each of these is one call without
-copies. ZeRO shards these buffers, and Gemini's chunks are these buffers with a place to live.
+The one idea: what is reduced, gathered, updated or moved together lies together, so each of these is one
+call without copies. ZeRO shards these buffers, and Gemini's chunks are these buffers with a place to live.
 
 # Note [Layout of a gradient buffer]
-The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | … | n flags | m notes]``. A flag is 1 where this
-rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes belong to the last buffer
-of a lane and carry which of the lane's buffers are stale (see :mod:`colossal_core.runtime.window`). Flags and notes
-travel inside the same message as the gradients, so agreeing costs no message of its own.
+The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | ... | n flags | m notes]``. A flag is 1
+where this rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes
+belong to the last buffer of a lane and carry which of the lane's buffers are stale (see
+:mod:`colossal_core.runtime.window`). Flags and notes travel inside the same message as the gradients, so
+agreeing costs no message of its own.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Slot:
 class FlatBuffer:
     """Values and gradients of some parameters, each contiguous in one piece of memory.
 
-    Owns ``values`` (``numel`` elements) and ``gradients`` (``numel`` plus flags and notes) for as long as the model is
-    boosted. The parameters of the model are views of ``values``.
+    Owns ``values`` (``numel`` elements) and ``gradients`` (``numel`` plus flags and notes) for as long as the
+    model is boosted. The parameters of the model are views of ``values``.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ def fill_buffers(
 ) -> tuple[tuple[int, ...], ...]:
     """Deal tensors into consecutive buffers, in the given order.
 
-    A buffer is closed once it holds at least ``buffer_bytes``; a tensor is never split, so one larger than that gets a
-    buffer that it ends. The last buffer is kept small where the sizes allow it, because its reduction cannot hide
-    behind backward.
+    A buffer is closed once it holds at least ``buffer_bytes``; a tensor is never split, so one larger than
+    that gets a buffer that it ends. The last buffer is kept small where the sizes allow it, because its
+    reduction cannot hide behind backward.
 
     Args:
         sizes: Elements of each tensor.

@@ -1,16 +1,18 @@
 """Guards: what ``p.grad`` shows while the gradient is not there to be read.
 
-The one idea: a guard has the right shape and dtype, reads as NaN and cannot be written, so code that clips, unscales or
-inspects a gradient that was not reduced yet fails at that line instead of silently doing nothing. It is a NaN scalar
-expanded to the shape, so it holds one element of memory. ``p.grad is None`` still means that the user cleared it.
+The one idea: a guard has the right shape and dtype, reads as NaN and cannot be written, so code that clips,
+unscales or inspects a gradient that was not reduced yet fails at that line instead of silently doing nothing.
+It is a NaN scalar expanded to the shape, so it holds one element of memory. ``p.grad is None`` still means
+that the user cleared it.
 
-torch lets a few writes through (``zero_``, ``fill_``, and any write to a one-element guard); they raise the guard's
-version, and :meth:`GradientGuard.was_zeroed` tells what they meant.
+torch lets a few writes through (``zero_``, ``fill_``, and any write to a one-element guard); they raise the
+guard's version, and :meth:`GradientGuard.was_zeroed` tells what they meant.
 """
 
 from __future__ import annotations
 
 import math
+
 import torch
 from attrs import define, field
 from torch import nn

@@ -1,9 +1,9 @@
 """The ledger: what was communicated, by whom, how much, in which phase.
 
-The one idea: bytes are counted where collectives are called, as the size of the full (gathered or unreduced) tensor,
-and words received per rank follow from the formulas of bandwidth-optimal algorithms. That is exact on every backend,
-whatever its algorithm moves on the wire. The ledger also keeps, for each group, a running checksum over the sequence
-of operations: ranks that disagree on it have diverged.
+The one idea: bytes are counted where collectives are called, as the size of the full (gathered or unreduced)
+tensor, and words received per rank follow from the formulas of bandwidth-optimal algorithms. That is exact on
+every backend, whatever its algorithm moves on the wire. The ledger also keeps, for each group, a running
+checksum over the sequence of operations: ranks that disagree on it have diverged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Transfer:
     """One collective operation of this rank.
 
     Attributes:
-        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send`` or ``receive``.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send`` or
+            ``receive``.
         group: Name of the group.
         num_ranks: Ranks in the group.
         dtype: Name of the element type, e.g. ``"float32"``.
@@ -91,7 +92,7 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
-        """Collect the transfers of a ``with`` block in the list that it yields, without disturbing ``records``."""
+        """Collect the transfers of a ``with`` block in the list that it yields."""
         seen: list[Transfer] = []
         self._listeners.append(seen)
         try:

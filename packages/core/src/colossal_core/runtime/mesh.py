@@ -1,9 +1,9 @@
 """Process groups for the groups of a layout: made collectively, cached, and never ad hoc.
 
-The one idea: a :class:`~colossal_core.mesh.GroupSpec` says which ranks belong together in words that are equal on all
-ranks, so creation can run over all groups of the spec in one agreed order. A *channel* gives a spec a second
-communicator of its own: gradients travel while the user's code runs, so they must not share a queue with anything that
-the user's code may issue at another moment on another rank.
+The one idea: a :class:`~colossal_core.mesh.GroupSpec` says which ranks belong together in words that are
+equal on all ranks, so creation can run over all groups of the spec in one agreed order. A *channel* gives a
+spec a second communicator of its own: gradients travel while the user's code runs, so they must not share a
+queue with anything that the user's code may issue at another moment on another rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Mesh:
     Owns the process groups that it creates for as long as the process group of the run lives.
     """
 
-    def __init__(self, layout: MeshLayout, rank: int, device: torch.device, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, layout: MeshLayout, rank: int, device: torch.device, *, timeout_seconds: float = 600.0
+    ) -> None:
         """Remember the layout; nothing is communicated until the first group is asked for.
 
         Args:
@@ -92,9 +94,9 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh over the axes of a degree above 1, built from our own groups on first use (collective)."""
+        """torch's DeviceMesh over the axes of a degree above 1; built on first use (collective)."""
         if self._device_mesh is None:
-            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: PLC0415 - heavy import
+            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
             axes = [axis for axis in self.layout.axes if axis.degree > 1]
             handles = [self.group(GroupSpec((axis.name,))).handle for axis in axes]

@@ -1,13 +1,13 @@
 """Sorting what ``boost`` was given: models, optimizers, schedulers, the criterion, and what is refused.
 
-The one idea: class and order decide, keywords name, None passes through, and what comes back has the order of what went
-in.
+The one idea: class and order decide, keywords name, None passes through, and what comes back has the order
+of what went in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
@@ -64,7 +64,9 @@ def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
         elif not (_is_criterion(thing) or callable(thing)) or isinstance(thing, torch.utils.data.DataLoader):
             _refuse(thing)
     if not found.models:
-        raise UsageError("boost was given no model", hint="pass the model first: booster.boost(model, optimizer)")
+        raise UsageError(
+            "boost was given no model", hint="pass the model first: booster.boost(model, optimizer)"
+        )
     return found
 
 
@@ -76,7 +78,9 @@ def check_model(name: str, model: nn.Module) -> None:
         CapabilityError: The model has sparse embeddings or uninitialised parameters.
     """
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise UsageError(f"{name} is wrapped in {type(model).__name__}", hint="pass the module inside: model.module")
+        raise UsageError(
+            f"{name} is wrapped in {type(model).__name__}", hint="pass the module inside: model.module"
+        )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CapabilityError(
@@ -84,7 +88,9 @@ def check_model(name: str, model: nn.Module) -> None:
                 hint="build it with sparse=False",
             )
         if "FSDP" in type(module).__name__ or "FullyShardedDataParallel" in type(module).__name__:
-            raise UsageError(f"module {path!r} of {name} is under FSDP", hint="boost the model before fully_shard")
+            raise UsageError(
+                f"module {path!r} of {name} is under FSDP", hint="boost the model before fully_shard"
+            )
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CapabilityError(f"parameter {path!r} has no shape yet", hint="run one forward before boost")
@@ -100,7 +106,7 @@ def check_model(name: str, model: nn.Module) -> None:
             )
         if _has_live_graph(parameter):
             raise UsageError(
-                f"a graph over parameter {path!r} is alive: an output or loss of this model is still referenced",
+                f"a graph over parameter {path!r} is alive: some output or loss of it is still referenced",
                 hint="call boost before the first forward, or delete what the model returned",
             )
 
@@ -108,17 +114,20 @@ def check_model(name: str, model: nn.Module) -> None:
 def _has_live_graph(parameter: nn.Parameter) -> bool:
     """Whether some autograd graph still refers to a parameter.
 
-    Its accumulation node lives only as long as a graph or a reference does, so a mark left on it is found again only
-    when something else keeps it alive.
+    Its accumulation node lives only as long as a graph or a reference does, so a mark left on it is found
+    again only when something else keeps it alive.
     """
     if not parameter.requires_grad:
         return False
     mark = "colossal.mark"
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    node.metadata[mark] = True
-    del node
-    again = torch.autograd.graph.get_gradient_edge(parameter).node
-    return again.metadata.pop(mark, None) is not None
+    _metadata_of(parameter)[mark] = True
+    return _metadata_of(parameter).pop(mark, None) is not None
+
+
+def _metadata_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the notes on the accumulation node of a parameter, which is made when there is none."""
+    notes: Any = torch.autograd.graph.get_gradient_edge(parameter).node.metadata
+    return cast("dict[str, Any]", notes)
 
 
 def _next_name(models: Mapping[str, nn.Module]) -> str:
@@ -128,8 +137,6 @@ def _next_name(models: Mapping[str, nn.Module]) -> str:
 
 def _is_criterion(thing: Any) -> bool:
     """Whether it is a loss: a module without parameters, or a torch loss."""
-    if isinstance(thing, nn.modules.loss._Loss):
-        return True
     return isinstance(thing, nn.Module) and next(thing.parameters(), None) is None
 
 
@@ -138,7 +145,7 @@ def _refuse(thing: Any) -> None:
     if isinstance(thing, torch.utils.data.DataLoader):
         raise CapabilityError(
             "boosting a DataLoader is not available yet",
-            hint="keep your loader and let each rank take its share: see booster.data_rank and booster.data_degree",
+            hint="keep your loader and take this rank's share: see booster.data_rank and booster.data_degree",
         )
     raise UsageError(
         f"cannot boost a {type(thing).__name__}",

@@ -1,8 +1,8 @@
 """The optimizer that ``boost`` returns.
 
-The one idea: it is a ``torch.optim.Optimizer`` over the user's parameter groups, the same list of the same dicts, so
-schedulers and user code read and change the real settings; only the arithmetic happens elsewhere, in the memory manager,
-after the gradients were reduced, measured and clipped.
+The one idea: it is a ``torch.optim.Optimizer`` over the user's parameter groups, the same list of the same
+dicts, so schedulers and user code read and change the real settings; only the arithmetic happens elsewhere,
+in the memory manager, after the gradients were reduced, measured and clipped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
     Attributes:
         param_groups: The user's own list.
         max_grad_norm: Bound of the gradient norm, or None; may be set at any time, equally on all ranks.
-        grad_norm: Norm of all gradients before clipping, of the last real step: 0-d fp64, equal on all ranks. NaN
-            before the first.
+        grad_norm: Norm of all gradients before clipping, of the last real step: 0-d fp64, equal on all ranks.
+            NaN before the first.
         stepped: Whether the last call of :meth:`step` updated anything.
         skipped_steps: How many calls did not, because gradients were not finite.
         loss_scale: Factor of the loss before backward; 1.0 without fp16.
@@ -69,8 +69,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            NonFiniteError: A gradient on any rank is not finite and the plan does not say to skip; on every rank,
-                naming the parameter, before anything is updated.
+            NonFiniteError: A gradient on any rank is not finite and the plan does not say to skip; on every
+                rank, naming the parameter, before anything is updated.
         """
         result = None
         if closure is not None:
@@ -124,10 +124,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignore the empty state that torch's constructor assigns; states change through :meth:`load_state_dict`."""
+        """Ignore the empty state that torch's constructor assigns; see :meth:`load_state_dict`."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, here or from a plain torch optimizer; moments keep their precision.
+        """Load what ``state_dict`` returned, also of a plain torch optimizer; moments keep their precision.
 
         Raises:
             UsageError: The parameter groups do not fit.

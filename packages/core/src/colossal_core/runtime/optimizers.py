@@ -1,8 +1,9 @@
-"""What core knows about optimizers: which may see flat ranges, which need whole parameters, which cannot work.
+"""What core knows of optimizers: which may see flat ranges, which need shapes, which cannot work.
 
-The one idea: an update that treats every element alike gives the same numbers on any flat range, so it may run on ranges
-cut without regard to shapes. That has to be known, not guessed: the allow-list below is tested, optimizers from elsewhere
-are taken as whole-shaped, and a subclass that overrides ``step`` is no longer what its parent is known to be.
+The one idea: an update that treats every element alike gives the same numbers on any flat range, so it may
+run on ranges cut without regard to shapes. That has to be known, not guessed: the allow-list below is tested,
+optimizers from elsewhere are taken as whole-shaped, and a subclass that overrides ``step`` is no longer what
+its parent is known to be.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class OptimizerSpec:
     """How an optimizer may be run.
 
     Attributes:
-        shapes: ``"flat"`` when the update of an element depends on that element only, so that flat ranges may be
-            updated; ``"whole"`` when it needs parameters in their shape.
+        shapes: ``"flat"`` when the update of an element depends on that element only, so that flat ranges may
+            be updated; ``"whole"`` when it needs parameters in their shape.
         reason: Why it cannot be used at all, or an empty string.
     """
 
@@ -48,7 +49,7 @@ _FLAT = (
 )
 
 _REFUSED: Mapping[str, str] = {
-    "LBFGS": "it evaluates the loss several times within one step and keeps one flat history of all parameters",
+    "LBFGS": "it evaluates the loss several times in one step and keeps one flat history of all parameters",
     "SparseAdam": "it needs sparse gradients, which are not reduced over ranks",
 }
 
@@ -72,7 +73,7 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
         )
     for name in _FLAT:
         known = getattr(torch.optim, name)
-        # torch wraps ``step`` on the class of the first instance, so only the functions inside can be compared.
+        # torch wraps ``step`` on the class of the first instance: only the functions inside compare.
         if isinstance(optimizer, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step):
             return OptimizerSpec(shapes="flat")
     return OptimizerSpec(shapes="whole")

@@ -1,8 +1,9 @@
 """Precision: which dtype each parameter computes in, and the casts at the model's border.
 
-The one idea: a plan names one dtype to compute in. With a 16-bit one, parameters are narrowed while the update runs on
-fp32 masters and moments, floating inputs are narrowed where they enter the model, and outputs leave in fp32, so losses
-and metrics are ordinary fp32 code. Nothing changes between entry and exit: this is not autocast.
+The one idea: a plan names one dtype to compute in. With a 16-bit one, parameters are narrowed while the
+update runs on fp32 masters and moments, floating inputs are narrowed where they enter the model, and outputs
+leave in fp32, so losses and metrics are ordinary fp32 code. Nothing changes between entry and exit: this is
+not autocast.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Precision:
     @property
     def is_narrow(self) -> bool:
         """Whether it is a 16-bit precision, with fp32 masters."""
-        return self.compute.itemsize == 2  # noqa: PLR2004 - bytes of a 16-bit number
+        return self.compute.itemsize == 2
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that a parameter of this name and serial dtype computes in; needs no model."""
@@ -81,8 +82,8 @@ class Precision:
         """Return a function that says which dtype a parameter shall have.
 
         Raises:
-            UsageError: A parameter would lose bits that the plan does not mention, or is tied across the border of
-                ``keep_float32``.
+            UsageError: A parameter would lose bits that the plan does not mention, or is tied across the
+                border of ``keep_float32``.
         """
         wide: set[torch.Tensor] = set()
         for model in models:
@@ -91,14 +92,15 @@ class Precision:
             members = {module for outer in inside for module in outer.modules()}
             for name, module in model.named_modules():
                 for own, parameter in module.named_parameters(recurse=False):
+                    path = f"{name}.{own}" if name else own
                     if parameter.dtype == torch.float64 and self.compute != torch.float64:
                         raise UsageError(
-                            f"parameter {f'{name}.{own}'.lstrip('.')!r} is float64, but precision is {self.name!r}",
+                            f"parameter {path!r} is float64, but precision is {self.name!r}",
                             hint="pass precision='fp64', or call model.float() first",
                         )
                     if parameter in wide and module not in members:
                         raise UsageError(
-                            f"parameter {f'{name}.{own}'.lstrip('.')!r} is tied to one that keep_float32 keeps wide",
+                            f"parameter {path!r} is tied to one that keep_float32 keeps wide",
                             hint="let keep_float32 match both modules or neither",
                         )
 
@@ -140,7 +142,9 @@ def cast_floating(tree: Any, dtype: torch.dtype, *, only: Iterable[torch.dtype] 
 class CastBorder(AbstractBorder):
     """Casts floating tensors on entry to one dtype, and results of a given dtype on exit to another."""
 
-    def __init__(self, inside: torch.dtype, outside: torch.dtype, *, only: Iterable[torch.dtype] | None = None) -> None:
+    def __init__(
+        self, inside: torch.dtype, outside: torch.dtype, *, only: Iterable[torch.dtype] | None = None
+    ) -> None:
         """Choose the dtypes.
 
         Args:
@@ -162,7 +166,7 @@ class CastBorder(AbstractBorder):
 
 
 def cast_borders(model: nn.Module, precision: Precision) -> list[tuple[nn.Module, CastBorder]]:
-    """Return the casts at the border of a model and of the modules that stay in fp32; none for fp32 and fp64."""
+    """Return the casts at the borders of a model and of its fp32 modules; none for fp32 and fp64."""
     if not precision.is_narrow:
         return []
     narrow, wide = precision.compute, torch.float32

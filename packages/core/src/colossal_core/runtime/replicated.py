@@ -1,8 +1,8 @@
 """The memory manager ``replicated``: every rank holds everything, and gradients are summed once per window.
 
-The one idea: parameters and gradients live in flat buffers of a few megabytes, so a reduction is one message without
-copies and an update is one long vector; buffers leave while backward runs, in the order in which backward fills them.
-With a 16-bit precision the update runs on fp32 masters and moments, chunk by chunk.
+The one idea: parameters and gradients live in flat buffers of a few megabytes, so a reduction is one message
+without copies and an update is one long vector; buffers leave while backward runs, in the order in which
+backward fills them. With a 16-bit precision the update runs on fp32 masters and moments, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ReplicatedManager"]
 
 BUFFER_BYTES = 8 << 20
-"""A buffer is closed at this size. Small enough that most of them leave before backward ends, large enough that the
-latency of a message (about 0.1 ms on gloo) does not count; see benchmarks/replicated.py."""
+"""A buffer is closed at this size. Small enough that most of them leave before backward ends, large enough
+that the latency of a message does not count; see benchmarks/replicated.py."""
 
 LAST_BUFFER_BYTES = 1 << 20
 """Wanted bound of the buffer that backward fills last: its message cannot hide behind anything."""
@@ -66,19 +66,19 @@ class _Owned:
 
 @final
 class ReplicatedManager(AbstractMemoryManager):
-    """Holds everything on every rank: 4 words per parameter in fp32 with Adam, 16 bytes with bf16 and fp32 masters."""
+    """Holds everything on every rank: 16 bytes per parameter with Adam, in fp32 as in bf16."""
 
     def __init__(self, options: Replicated) -> None:
         """Remember the options; see :class:`colossal_core.Replicated`."""
         self.options = options
         self._owned: list[_Owned] = []
 
-    # --- set-up ------------------------------------------------------------------------------------------------------
+    # --- set-up ---------------------------------------------------------------------------------------------
 
     def attach(
         self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
     ) -> None:
-        """Move the parameters into flat buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`."""
+        """Move the parameters into flat buffers; see :class:`~.interfaces.AbstractMemoryManager`."""
         self._context = context
         self._dtype_of = context.precision.dtypes(models.values())
         guards = context.mesh.layout.world_size > 1
@@ -93,7 +93,7 @@ class ReplicatedManager(AbstractMemoryManager):
                 parameter.data = parameter.detach().to(self._dtype_of(parameter))
 
     def _take(self, owned: _Owned) -> None:
-        """Take over the trainable parameters of an optimizer that are not in buffers yet, and cut its groups."""
+        """Take over an optimizer's trainable parameters that are not in buffers yet, and cut its groups."""
         known = {slot.parameter for buffer in owned.buffers for slot in buffer.slots}
         grouped = {parameter for group in owned.user.param_groups for parameter in group["params"]}
         fresh = [
@@ -105,7 +105,7 @@ class ReplicatedManager(AbstractMemoryManager):
         if fresh:
             for reduce, buffers in self._lanes(fresh):
                 for buffer in buffers:
-                    master_dtype = torch.float32 if buffer.kind.dtype.itemsize == 2 else None  # noqa: PLR2004 - 16 bit
+                    master_dtype = torch.float32 if buffer.kind.dtype.itemsize == 2 else None
                     master = buffer.take_values(master_dtype=master_dtype)
                     buffer.allocate_gradients()
                     values, gradient = buffer.values, buffer.gradients[: buffer.numel]
@@ -127,7 +127,7 @@ class ReplicatedManager(AbstractMemoryManager):
         owned.grouping = _grouping(owned.user)
 
     def _lanes(self, members: Sequence[tuple[Entry, nn.Parameter]]) -> list[tuple[Any, list[FlatBuffer]]]:
-        """Lay out buffers, those of one reduction group together, in the order in which backward fills them."""
+        """Lay out buffers, those of one group together, in the order in which backward fills them."""
         by_kind: dict[BufferKind, list[int]] = {}
         backward = list(reversed(members))
         for index, (entry, parameter) in enumerate(backward):
@@ -156,7 +156,7 @@ class ReplicatedManager(AbstractMemoryManager):
             found.append((reduce, buffers))
         return found
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- a step ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def hold(self, optimizer: int | None = None) -> Iterator[None]:
@@ -178,7 +178,7 @@ class ReplicatedManager(AbstractMemoryManager):
         if owned.window.finish():
             raise UsageError(
                 "gradients arrived or were changed after they had been reduced by clip_grad_norm_()",
-                hint="call optimizer.clip_grad_norm_() after the last backward() and right before optimizer.step()",
+                hint="call optimizer.clip_grad_norm_() after the last backward(), right before optimizer.step()",
             )
         if owned.norm is None:
             for shared in owned.sums:
@@ -206,7 +206,7 @@ class ReplicatedManager(AbstractMemoryManager):
         self._close_window(self._owned[optimizer], 1.0, updated=False)
 
     def _close_window(self, owned: _Owned, scale: float, *, updated: bool) -> None:
-        """Open the next window; in fp32 and fp64 ``p.grad`` shows the averaged, clipped gradient afterwards."""
+        """Open the next window; in fp32 and fp64 ``p.grad`` then shows the averaged, clipped gradient."""
         shows = updated and all(not held.keeps_master for held in owned.ranges)
         owned.window.open_next()
         owned.window.show(gradients=shows, scale=_factor(scale))
@@ -217,7 +217,7 @@ class ReplicatedManager(AbstractMemoryManager):
         owned = self._owned[optimizer]
         return non_finite_names(owned.pieces or [], self._gradient_places(owned))
 
-    # --- books -------------------------------------------------------------------------------------------------------
+    # --- books ----------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[Place]:
         """Publish values, masters, gradients and states."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from colossal_core.runtime.optimizer import BoostedOptimizer
 
 __all__ = ["follow_real_steps"]
 
 
 def follow_real_steps(scheduler: LRScheduler, optimizer: BoostedOptimizer) -> LRScheduler:
-    """Return a scheduler that shares the user's ``__dict__`` and whose ``step`` does nothing after a skipped step.
+    """Return a scheduler that shares the user's ``__dict__`` and ignores skipped steps.
 
     Args:
         scheduler: The user's scheduler; both objects show the same state from now on.
@@ -26,6 +26,8 @@ def follow_real_steps(scheduler: LRScheduler, optimizer: BoostedOptimizer) -> LR
             kind.step(self, *args, **kwargs)
 
     kind = type(scheduler)
-    boosted: LRScheduler = object.__new__(type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__}))
+    boosted: LRScheduler = object.__new__(
+        type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+    )
     boosted.__dict__ = scheduler.__dict__
     return boosted

@@ -1,12 +1,14 @@
 """The user's optimizer, run on contiguous segments of flat buffers.
 
-The one idea: an optimizer with an elementwise update cannot tell a parameter from a stretch of a buffer, so all
-neighbours of one parameter group with one history are updated as a single long tensor: torch's fused AdamW runs near
-memory bandwidth on those and four times slower on many small ones. Optimizers that need shapes get whole parameters.
+The one idea: an optimizer with an elementwise update cannot tell a parameter from a stretch of a buffer, so
+all neighbours of one parameter group with one history are updated as a single long tensor: torch's fused
+AdamW runs near memory bandwidth on those and four times slower on many small ones. Optimizers that need
+shapes get whole parameters.
 
 # Note [History]
-torch skips a parameter without gradient entirely: its step count stays behind. A segment has one step count, so when
-only some of its parameters had a gradient it is split there, with its state, and the pieces live on separately.
+torch skips a parameter without gradient entirely: its step count stays behind. A segment has
+one step count, so when only some of its parameters had a gradient it is split there, with its state, and the
+pieces live on separately.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from colossal_core.runtime.optimizers import optimizer_spec
 __all__ = ["OwnedRange", "Segment", "SegmentedOptimizer"]
 
 CHUNK_NUMEL = 1 << 19
-"""Elements updated by one call of the optimizer where gradients are scaled or cast on the way: 2 MiB of fp32 gradients
-stay in the second-level cache, so scaling costs no memory pass. Measured with benchmarks/update_chunks.py."""
+"""Elements updated by one call of the optimizer: 2 MiB of fp32 gradients stay in the second-level cache
+between scaling or casting and the update, so those cost no pass over memory."""
 
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """0-d states of torch's elementwise optimizers that are not shaped like the parameter."""
@@ -95,8 +97,8 @@ class Segment:
 class SegmentedOptimizer:
     """Runs a copy of the user's optimizer on segments.
 
-    The copy shares nothing with the user's object but the values in the parameter groups, which are read before each
-    update and written back after it, so schedulers and the user see and change the real ones.
+    The copy shares nothing with the user's object but the values in the parameter groups, which are read
+    before each update and written back after it, so schedulers and the user see and change the real ones.
     """
 
     user: torch.optim.Optimizer
@@ -106,13 +108,13 @@ class SegmentedOptimizer:
     is_flat: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Copy the optimizer, cut the segments, and take over the state that the user's optimizer already has."""
+        """Copy the optimizer, cut the segments, and take over the state that it already has."""
         self.is_flat = optimizer_spec(self.user).shapes == "flat"
         self.inner = _bare_copy(self.user)
         self.cut(self.user.state)
         self.user.state.clear()
 
-    # --- layout ------------------------------------------------------------------------------------------------------
+    # --- layout ---------------------------------------------------------------------------------------------
 
     def cut(self, state: Mapping[torch.Tensor, State]) -> None:
         """Cut the owned ranges into segments, and give each its share of a state by parameter.
@@ -175,7 +177,7 @@ class SegmentedOptimizer:
                 if _is_like(name, value, segment.leaf):
                     yield segment, name, value
 
-    # --- update ------------------------------------------------------------------------------------------------------
+    # --- update ---------------------------------------------------------------------------------------------
 
     def step(self, scale: Callable[[FlatBuffer], float], is_live: Callable[[Slot], bool]) -> None:
         """Update every segment whose parameters had a gradient.
@@ -219,7 +221,7 @@ class SegmentedOptimizer:
             if segment.owned.keeps_master:
                 segment.slice_of(segment.owned.values).copy_(segment.leaf.detach().view(-1))
 
-    # --- internals ---------------------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------------------
 
     def _add_run(self, owned: OwnedRange, run: Sequence[Slot], group_of: Mapping[torch.Tensor, int]) -> None:
         """Make segments of neighbouring slots of one group: one, or several of at most a chunk each."""
@@ -228,23 +230,25 @@ class SegmentedOptimizer:
         start, stop = max(run[0].start, owned.start), min(run[-1].stop, owned.stop)
         group = group_of[run[0].parameter]
         if not self.is_flat:
-            self.segments.append(self._segment(owned, start, stop, group, tuple(run), run[0].parameter.shape))
+            self.segments.append(
+                self._segment(owned, (start, stop), group, tuple(run), run[0].parameter.shape)
+            )
             return
         for first in range(start, max(stop, start + 1), CHUNK_NUMEL):
             last = min(first + CHUNK_NUMEL, stop)
             inside = tuple(slot for slot in run if slot.start < last and slot.stop > first) or tuple(run)
-            self.segments.append(self._segment(owned, first, last, group, inside, None))
+            self.segments.append(self._segment(owned, (first, last), group, inside, None))
 
     @staticmethod
     def _segment(
         owned: OwnedRange,
-        start: int,
-        stop: int,
+        span: tuple[int, int],
         group: int,
         slots: tuple[Slot, ...],
         shape: torch.Size | None,
     ) -> Segment:
-        """Make one segment over ``[start, stop)``."""
+        """Make one segment over ``span`` of the buffer."""
+        start, stop = span
         flat = owned.master[start - owned.start : stop - owned.start]
         leaf = nn.Parameter(flat if shape is None else flat.view(shape))
         return Segment(owned, start, stop, group, leaf, slots)
@@ -270,7 +274,7 @@ class SegmentedOptimizer:
                 lo, hi = max(segment.start, slot.start), min(segment.stop, slot.stop)
                 pieces.append(theirs[name].reshape(-1)[lo - slot.start : hi - slot.start])
             flat = torch.cat(pieces).to(segment.leaf.device)
-            # Moments are kept in the dtype of the update, also where torch keeps those of bf16 parameters in bf16.
+            # Moments have the dtype of the update, also where torch keeps those of bf16 parameters in bf16.
             wide = flat.to(segment.leaf.dtype) if flat.is_floating_point() else flat
             target[name] = wide.view(segment.leaf.shape)
         self.inner.state[segment.leaf] = target
@@ -294,7 +298,7 @@ class SegmentedOptimizer:
             old = self.inner.state.pop(segment.leaf, {})
             for run in runs:
                 stop = min(run[-1].stop, segment.stop)
-                piece = self._segment(segment.owned, start, stop, segment.group, tuple(run), None)
+                piece = self._segment(segment.owned, (start, stop), segment.group, tuple(run), None)
                 if old:
                     self.inner.state[piece.leaf] = _slice_state(
                         old, segment.leaf, start - segment.start, piece.numel
@@ -340,7 +344,7 @@ def _is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
 
 
 def _history(parameter: torch.Tensor, state: State) -> tuple[tuple[str, object], ...]:
-    """Return what neighbours must share to live in one segment: which states they have, and their counters."""
+    """Return what neighbours in one segment have in common: which states there are, and their counters."""
     found: list[tuple[str, object]] = []
     for name, value in state.items():
         if _is_like(name, value, parameter):

@@ -1,8 +1,9 @@
 """Sums of gradient shares among ranks that each computed only a part of a gradient.
 
-The one idea: the table's ``sum_over`` says for which boxes this is so (norm weights in sequence regions, KV heads that
-several tensor ranks share, tied embeddings on two stages). All boxes of one group travel in one message, with one flag
-per parameter behind them, so that a parameter counts as touched when any of these ranks touched it.
+The one idea: the table's ``sum_over`` says for which boxes this is so (norm weights in sequence regions, KV
+heads that several tensor ranks share, tied embeddings on two stages). All boxes of one group travel in one
+message, with one flag per parameter behind them, so that a parameter counts as touched when any of these
+ranks touched it.
 """
 
 from __future__ import annotations

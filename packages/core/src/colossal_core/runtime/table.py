@@ -1,16 +1,17 @@
 """The parameter table: the one book that all pieces share.
 
-The one idea: compute runs on plain local tensors with explicit collectives, and this table, not a tensor subclass, says
-what they mean. Strategies write it while they cut; the memory manager publishes a second book, *places*, that says
-where the values and the states of each parameter live. Norm, checkpoint, report and simulation read these two books
-and nothing else, so no piece needs to know another.
+The one idea: compute runs on plain local tensors with explicit collectives, and this table, not a tensor
+subclass, says what they mean. Strategies write it while they cut; the memory manager publishes a second book,
+*places*, that says where the values and the states of each parameter live. Norm, checkpoint, report and
+simulation read these two books and nothing else, so no piece needs to know another.
 
 # Note [What a part says]
-A part is a box of the serial parameter together with the place of that box in this rank's local tensor. ``holders`` is
-the group of ranks that hold this very box after the step's reductions: each counts for ``1 / size`` of it in a norm and
-one of them writes it to a checkpoint. ``sum_over`` is the group whose members each computed only a share of the box's
-gradient, which therefore has to be summed among them: norm weights in sequence regions, KV heads that several tensor
-ranks share, an embedding tied across two stages. Elements of the local tensor that no part covers are padding.
+A part is a box of the serial parameter together with the place of that box in this
+rank's local tensor. ``holders`` is the group of ranks that hold this very box after the step's reductions:
+each counts for ``1 / size`` of it in a norm and one of them writes it to a checkpoint. ``sum_over`` is the
+group whose members each computed only a share of the box's gradient, which therefore has to be summed among
+them: norm weights in sequence regions, KV heads that several tensor ranks share, an embedding tied across two
+stages. Elements of the local tensor that no part covers are padding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 from torch import nn
 
 from colossal_core.boxes import Box
@@ -46,7 +47,7 @@ class Part:
     """
 
     box: Box
-    local: tuple[int, ...] = field(converter=tuple)
+    local: tuple[int, ...]
     holders: GroupSpec
     sum_over: GroupSpec = GroupSpec()
 
@@ -66,19 +67,19 @@ class Entry:
         unit: Name of the repeated block that it belongs to, ``""`` for the root unit.
         parts: What this rank holds; empty when it holds nothing.
         reduce: Ranks over which gradients are summed.
-        divisor: What that sum is divided by. It is not implied by ``reduce``: experts reduce over fewer ranks than
-            they divide by.
+        divisor: What that sum is divided by. It is not implied by ``reduce``: experts reduce over fewer ranks
+            than they divide by.
     """
 
     model: str
     name: str
     aliases: tuple[Key, ...] = ()
     kind: Literal["parameter", "buffer"]
-    shape: tuple[int, ...] = field(converter=tuple)
+    shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     unit: str = ""
-    parts: tuple[Part, ...] = field(converter=tuple)
+    parts: tuple[Part, ...]
     reduce: GroupSpec
     divisor: int = 1
 
@@ -99,11 +100,12 @@ class Place:
 
     Attributes:
         key: The parameter.
-        state: ``"value"``, ``"master"``, ``"gradient"``, or the optimizer's own name of a state (``"exp_avg"``).
+        state: ``"value"``, ``"master"``, ``"gradient"``, or the optimizer's own name of a state
+            (``"exp_avg"``).
         tensor: Contiguous tensor that holds the range, 1-D or of the local shape.
         start: First element, in the row-major order of the local tensor, that it holds.
-        sharded_over: Ranks among which the manager divided the local tensor, a subset of the holders of its parts;
-            no axes when each holds it whole.
+        sharded_over: Ranks among which the manager divided the local tensor, a subset of the holders of its
+            parts; no axes when each holds it whole.
     """
 
     key: Key
@@ -116,8 +118,8 @@ class Place:
 class ParameterTable:
     """Every parameter and buffer of the boosted models, in the order of the serial models.
 
-    Built from the serial models before anything is cut; strategies replace entries through :meth:`cut`; closed before
-    the memory manager reads it.
+    Built from the serial models before anything is cut; strategies replace entries through :meth:`cut`;
+    closed before the memory manager reads it.
     """
 
     def __init__(self, entries: Iterable[tuple[Entry, torch.Tensor]], layout: MeshLayout) -> None:
@@ -193,7 +195,9 @@ class ParameterTable:
         for entry in self:
             if key in entry.aliases:
                 return entry
-        raise UsageError(f"model {key[0]!r} has no parameter or buffer named {key[1]!r}", hint="see named_parameters()")
+        raise UsageError(
+            f"model {key[0]!r} has no parameter or buffer named {key[1]!r}", hint="see named_parameters()"
+        )
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """Return this rank's local tensor: the Parameter object or buffer inside the model."""
@@ -230,11 +234,13 @@ class ParameterTable:
             tensor: New local tensor object, where identity could not be kept.
 
         Raises:
-            UsageError: A part lies outside the parameter or outside the local tensor, or two parts overlap in it.
+            UsageError: A part lies outside the parameter or outside the local tensor, or two parts overlap in
+                it.
         """
         if self._closed:
             raise ColossalError(
-                f"parameter {key[1]!r} is cut after the table was closed", hint="strategies cut in apply() only"
+                f"parameter {key[1]!r} is cut after the table was closed",
+                hint="strategies cut in apply() only",
             )
         entry = self[key]
         if tensor is not None:
@@ -256,9 +262,9 @@ class ParameterTable:
         self._closed = True
 
     def agreement_lines(self) -> tuple[str, ...]:
-        """Describe the serial models, line by line, for the comparison between ranks before anything is cut."""
+        """Describe the serial models, line by line, for the comparison of ranks before anything is cut."""
         return tuple(
-            f"{entry.kind} {entry.model}.{entry.name} {tuple(entry.shape)} {str(entry.dtype).removeprefix('torch.')}"
+            f"{entry.kind} {entry.model}.{entry.name} {entry.shape} {str(entry.dtype).removeprefix('torch.')}"
             f"{'' if entry.kind == 'buffer' else ' trainable' if entry.trainable else ' frozen'}"
             + (f" tied to {', '.join('.'.join(alias) for alias in entry.aliases)}" if entry.aliases else "")
             for entry in self
@@ -281,9 +287,14 @@ def check_parts(entry: Entry, local_shape: Iterable[int]) -> None:
     seen: list[Box] = []
     for part in entry.parts:
         inside = Box(part.local, part.box.size)
-        for box, limits, where in ((part.box, shape, "its global shape"), (inside, local, "the local tensor")):
+        for box, limits, where in (
+            (part.box, shape, "its global shape"),
+            (inside, local, "the local tensor"),
+        ):
             ends = [start + length for start, length in zip(box.offset, box.size, strict=True)]
-            if len(box.offset) != len(limits) or any(end > limit for end, limit in zip(ends, limits, strict=True)):
+            if len(box.offset) != len(limits) or any(
+                end > limit for end, limit in zip(ends, limits, strict=True)
+            ):
                 raise UsageError(
                     f"part {box} of parameter {entry.name!r} reaches outside {where} {limits}",
                     hint="correct the strategy that wrote it",
@@ -307,15 +318,15 @@ def refuse_shared_memory(names: Mapping[torch.Tensor, list[Key]]) -> None:
     for tensor, keys in names.items():
         if tensor.numel() == 0 or tensor.is_meta:
             continue
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = sum((int(n) - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         spans = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
-        first = tensor.storage_offset() * tensor.element_size()
+        first = int(tensor.storage_offset()) * tensor.element_size()
         last = first + (reach + 1) * tensor.element_size()
         for start, stop, other in spans:
             if first < stop and start < last:
                 raise UsageError(
                     f"parameters {other!r} and {keys[0][1]!r} share memory but are different objects",
-                    hint="tie them by assignment of the Parameter (a.weight = b.weight), or clone one of them",
+                    hint="tie them by assigning the Parameter (a.weight = b.weight), or clone one of them",
                 )
         spans.append((first, last, keys[0][1]))
 

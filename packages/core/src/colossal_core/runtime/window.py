@@ -1,22 +1,23 @@
-"""The gradient window: from the first accumulation to ``optimizer.step()``, exact on every rank, overlapped when known.
+"""The gradient window: from the first accumulation to ``optimizer.step()``.
 
-The one idea: every rank launches the buffers of a *lane* (those that are reduced over the same ranks) in the order
-fixed at build, and all of them by ``step()``, which all ranks call. Whether a launch happens early, inside a backward
-that is known or predicted to be the last one to touch the buffer, is each rank's own affair: it changes when a message
-leaves, never which messages leave or in which order.
+The one idea: every rank launches the buffers of a *lane* (those that are reduced over the same ranks) in the
+order fixed at build, and all of them by ``step()``, which all ranks call. Whether a launch happens early,
+inside a backward that is known or predicted to be the last one to touch the buffer, is each rank's own
+affair: it changes when a message leaves, never which messages leave or in which order.
 
 # Note [Stale buffers]
-A prediction can be wrong: a gradient may arrive, or be cleared by the user, after its buffer has left. Such late news is
-kept aside (waiting for the buffer inside backward could deadlock with collectives of the model itself), and the buffer is
-*stale* on that rank. The last buffer of a lane never leaves before ``step()`` and carries a note for each buffer of the
-lane: 1 where it is stale here. After the sum every rank knows which buffers are stale anywhere, and those are reduced
-once more: the first rank of the group keeps the sum that is already there, all others start from zero, and each adds its
-late news. Wrong predictions cost traffic, never correctness.
+A prediction can be wrong: a gradient may arrive, or be cleared by the user, after its
+buffer has left. Such late news is kept aside (waiting for the buffer inside backward could deadlock with
+collectives of the model itself), and the buffer is *stale* on that rank. The last buffer of a lane never
+leaves before ``step()`` and carries a note for each buffer of the lane, which
+is 1 where it is stale here. After the sum every rank knows which buffers are stale anywhere, and those are
+reduced once more: the first rank of the group keeps the sum that is already there, all others start from
+zero, and each adds its late news. Wrong predictions cost traffic, never correctness.
 
 # Note [What None means]
-torch skips parameters whose gradient is None: no decay, no momentum, no step count. A flag per parameter says that this
-rank touched it; when it is zero everywhere after the sum, the parameter had no gradient on any rank, and the update
-skips it exactly as torch does.
+torch skips parameters whose gradient is None: no decay, no momentum, no step count. A flag per parameter says
+that this rank touched it; when it is zero everywhere after the sum, the parameter had no gradient on any
+rank, and the update skips it exactly as torch does.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Touch:
         view: Its gradient in the buffer, in the parameter's shape.
         guard: What ``p.grad`` shows while the buffer holds an unreduced gradient.
         shown: What we last let ``p.grad`` show.
-        is_live: Whether ``view`` holds a gradient: of this window, or one that the user did not clear after a step.
+        is_live: Whether ``view`` holds a gradient: of this window, or one that the user did not clear after a
+            step.
         carried: Factor that a gradient left over from the last step still lacks.
         late: Gradient that arrived after the buffer had left.
         late_change: What the user did to ``p.grad`` after the buffer had left.
@@ -178,10 +180,10 @@ class Lane:
 
 
 class GradientWindow:
-    """Collects the gradients of one optimizer's parameters in flat buffers and reduces each exactly once per window.
+    """Collects gradients of one optimizer's parameters in flat buffers and reduces each once per window.
 
-    Owns the hooks on the parameters. While a window is open on more than one rank, ``p.grad`` shows a guard; after
-    :meth:`finish` and :meth:`show` it shows the reduced gradient.
+    Owns the hooks on the parameters. While a window is open on more than one rank, ``p.grad`` shows a guard;
+    after :meth:`finish` and :meth:`show` it shows the reduced gradient.
     """
 
     def __init__(self, collectives: Collectives, *, guards: bool) -> None:
@@ -189,8 +191,8 @@ class GradientWindow:
 
         Args:
             collectives: Where reductions go.
-            guards: Whether ``p.grad`` shows guards until :meth:`finish`; False only in a world of one rank, where
-                gradients are torch's own at any time.
+            guards: Whether ``p.grad`` shows guards until :meth:`finish`; False only in a world of one rank,
+                where gradients are torch's own at any time.
         """
         self._collectives = collectives
         self._guards = guards
@@ -213,7 +215,7 @@ class GradientWindow:
         self._predict(lane)
 
     def hold(self) -> None:
-        """Launch nothing from inside backward until :meth:`let_go`: more backward passes are known to follow."""
+        """Launch nothing from inside backward until :meth:`let_go`: more backward passes will follow."""
         self._holds += 1
 
     def let_go(self) -> None:
@@ -238,14 +240,14 @@ class GradientWindow:
         ``touch.is_live`` says, equally on all its ranks, whether any rank had one.
 
         Returns:
-            Whether an earlier ``finish`` of the same window no longer holds, because gradients arrived or were changed
-            since on any rank; they are not in the sums.
+            Whether an earlier ``finish`` of the same window no longer holds, because gradients arrived or
+            were changed since on any rank; they are not in the sums.
         """
         outdated = [self._finish(lane) for lane in self._lanes]
         return any(outdated)
 
     def open_next(self) -> None:
-        """Close the window: what was touched predicts the next one. Gradients stay until the user clears them."""
+        """Close the window: what was touched predicts the next one. Gradients stay until they are cleared."""
         for lane in self._lanes:
             for touches in lane.touches:
                 for touch in touches:
@@ -258,7 +260,7 @@ class GradientWindow:
             self._predict(lane)
 
     def show(self, *, gradients: bool, scale: Callable[[FlatBuffer], float]) -> None:
-        """Let ``p.grad`` show the reduced gradients, or guards where the buffer does not hold what torch would show.
+        """Let ``p.grad`` show reduced gradients, or guards where buffers do not hold what torch would show.
 
         Args:
             gradients: Whether the buffers hold the gradients as torch would show them after the step.
@@ -274,7 +276,7 @@ class GradientWindow:
                     touch.show_guard()
                 touch.carried = 1.0 if gradients else scale(buffer)
 
-    # --- inside backward ---------------------------------------------------------------------------------------------
+    # --- inside backward ------------------------------------------------------------------------------------
 
     def _hook(self, lane: Lane, index: int, touch: Touch) -> None:
         """Watch one parameter: before and after autograd accumulates into ``p.grad``."""
@@ -290,7 +292,7 @@ class GradientWindow:
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
     def _before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
-        """Put what autograd shall add to into ``p.grad``: the buffer's view, or None so that it hands over its own."""
+        """Put into ``p.grad`` what autograd shall add to: the view, or None so that it hands over its own."""
         change = touch.changed_by_user()
         if index < lane.next:
             touch.note_change(change)
@@ -329,7 +331,7 @@ class GradientWindow:
             self._launch(lane, lane.next)
             lane.next += 1
 
-    # --- reduction ---------------------------------------------------------------------------------------------------
+    # --- reduction ------------------------------------------------------------------------------------------
 
     def _finish(self, lane: Lane) -> bool:
         """Reduce one lane; see :meth:`finish`."""
@@ -416,7 +418,7 @@ class GradientWindow:
         tails = torch.cat([buffer.tail for buffer in lane.buffers])
         return [float(note) for note in tails.tolist()]
 
-    # --- bookkeeping -------------------------------------------------------------------------------------------------
+    # --- bookkeeping ----------------------------------------------------------------------------------------
 
     @staticmethod
     def _predict(lane: Lane) -> None:
