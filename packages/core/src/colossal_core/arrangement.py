@@ -195,7 +195,7 @@ def arrange(pieces: Sequence[PlannedPiece], data: Degree, world_size: int) -> Me
     for whole in order:
         if whole in degrees:
             found.extend(_expand(whole, degrees[whole], axes))
-    return MeshLayout(found)
+    return MeshLayout(tuple(found))
 
 
 def _fit_data(

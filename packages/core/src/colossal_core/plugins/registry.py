@@ -19,7 +19,7 @@ import attrs
 import pluggy
 
 from colossal_core.errors import ColossalError, DuplicateNameError, PluginError, PluginLoadError
-from colossal_core.plugins import agreement, builtin, hookspec
+from colossal_core.plugins import builtin, hookspec
 from colossal_core.plugins.activation import fail, import_plugin, list_implementations, register_plugin
 from colossal_core.plugins.answers import explain_axis, explain_missing, explain_piece
 from colossal_core.plugins.discovery import (
@@ -257,6 +257,9 @@ class Registry:
 
         Editable, local and unregistered plugins add a hash of their source files.
         """
+        # Hashing is for runs; listing plugins does not pay for its import.
+        from colossal_core.plugins import agreement
+
         self.activate()
         lines = list(agreement.describe_versions())
         for name, plugin in self._active.items():

@@ -4,8 +4,8 @@ The one idea: what is reduced, gathered, updated or moved together lies together
 call without copies. ZeRO shards these buffers, and Gemini's chunks are these buffers with a place to live.
 
 # Note [Layout of a gradient buffer]
-The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | ... | n flags | m notes]``. A flag is 1
-where this rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes
+The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | ... | n flags | m notes]``. A flag is
+1 where this rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes
 belong to the last buffer of a lane and carry which of the lane's buffers are stale (see
 :mod:`colossal_core.runtime.window`). Flags and notes travel inside the same message as the gradients, so
 agreeing costs no message of its own.

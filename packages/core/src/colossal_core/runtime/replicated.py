@@ -178,7 +178,7 @@ class ReplicatedManager(AbstractMemoryManager):
         if owned.window.finish():
             raise UsageError(
                 "gradients arrived or were changed after they had been reduced by clip_grad_norm_()",
-                hint="call optimizer.clip_grad_norm_() after the last backward(), right before optimizer.step()",
+                hint="call clip_grad_norm_() after the last backward(), right before optimizer.step()",
             )
         if owned.norm is None:
             for shared in owned.sums:
