@@ -105,7 +105,7 @@ class LiveBytes(TorchDispatchMode):
             self._number_of(tensor)
 
     def label(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the storages of tensors a category, for now and for the peak; the first label of a storage stays."""
+        """Give the storages of tensors a category, also for the peak; the first label of a storage stays."""
         for tensor in tensors:
             number = self._number_of(tensor)
             if number is not None:
@@ -136,7 +136,7 @@ class LiveBytes(TorchDispatchMode):
         self._measure()
 
     def _number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's storage, counting it when it is new; None when it holds no memory."""
+        """Return the number of a tensor's storage, counting a new one; None when it holds no memory."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):

@@ -28,7 +28,7 @@ __all__ = ["FunctionReference", "ModuleLoader", "ModuleReference", "refer_to", "
 
 @attrs.frozen(kw_only=True)
 class ModuleReference:
-    """A module that a process which imported nothing yet can load: by name if that works, else from its file."""
+    """A module that a process which imported nothing yet can load, by name or from its file."""
 
     file: str
     name: str

@@ -199,8 +199,7 @@ class _Worker:
 
 
 def _end_program() -> None:
-    """Do what the end of a program would do: run the exit handlers of the job, and forget that it was
-    launched.
+    """Do what the end of a program would do: run exit handlers, and forget that it was launched.
 
     Handlers hold on to what they finish, so without this models and groups of every job would stay alive.
     """

@@ -1,0 +1,380 @@
+"""Parity: a boosted run against one plain process over the same global batches.
+
+The reference is torch alone: one process, the whole batch, ``loss.backward()``, ``clip_grad_norm_``,
+``optimizer.step()``. Compared are the loss and the gradient norm of every step, and every weight at the end,
+by name and with the largest difference. The ranks must also agree among themselves bit for bit about
+everything that they all report.
+
+Builders are module-level functions that return a `Workload`; they run in the processes of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import attrs
+import torch
+
+from colossal_testkit.models import Workload
+from colossal_testkit.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from colossal_core.plugins import Registry
+    from colossal_core.runtime.booster import Booster
+
+__all__ = [
+    "FP32",
+    "FP64",
+    "Loop",
+    "ParityError",
+    "Recipe",
+    "Tolerance",
+    "Trace",
+    "boost_workload",
+    "check_parity",
+    "compare_traces",
+    "digest_of",
+    "reference_trace",
+    "share_of",
+    "train_boosted",
+    "train_serial",
+]
+
+Loop = Literal["plain", "forward_backward", "twice"]
+"""``plain``: the user's own backward. ``forward_backward``: the Booster's. ``twice``: two plain backward
+passes, on
+the two halves of the batch, before each step."""
+
+
+class ParityError(AssertionError):
+    """A run differs from its reference by more than the tolerance. Lists what differs, the worst first."""
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Tolerance:
+    """How much a run may differ.
+
+    Attributes:
+        name: For messages.
+        relative: Bound of the difference, relative to the largest element of the reference tensor, or to 1
+            when that is smaller.
+        reason: Why it is not zero.
+    """
+
+    name: str
+    relative: float
+    reason: str
+
+    def bound_of(self, reference: torch.Tensor) -> float:
+        """Return the largest difference that is allowed, in the unit of the tensor."""
+        largest = float(reference.abs().max()) if reference.numel() else 0.0
+        return self.relative * max(largest, 1.0)
+
+
+FP64 = Tolerance(name="fp64", relative=1e-10, reason="only the order of sums differs")
+FP32 = Tolerance(
+    name="fp32", relative=1e-4, reason="only the order of sums differs, over a few optimizer steps"
+)
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """How a run goes; a value, so that ranks and the reference share it.
+
+    Attributes:
+        builder: Module-level function that returns the `Workload`.
+        arguments: Its keyword arguments.
+        loop: How backward is called.
+        max_grad_norm: Bound of the gradient norm, or None.
+        sets_to_none: How gradients are cleared after a step: dropped, or filled with zeros.
+    """
+
+    builder: Callable[..., Workload]
+    arguments: Mapping[str, object] = attrs.field(factory=dict)
+    loop: Loop = "plain"
+    max_grad_norm: float | None = None
+    sets_to_none: bool = True
+
+
+@final
+@attrs.frozen(kw_only=True, eq=False)
+class Trace:
+    """What a run reports.
+
+    Attributes:
+        losses: Of each step, over the global batch; 0-d, in the dtype that they came in.
+        norms: Gradient norm of each step, before clipping.
+        weights: By serial name at the end, on rank 0; empty elsewhere.
+        digest: Of all weights, equal on all ranks.
+    """
+
+    losses: Sequence[torch.Tensor]
+    norms: Sequence[float]
+    weights: Mapping[str, torch.Tensor]
+    digest: str
+
+
+def check_parity(
+    recipe: Recipe,
+    *,
+    nproc: int,
+    pieces: Sequence[object] = (),
+    settings: Mapping[str, object] | None = None,
+    registry: Callable[[], Registry] | None = None,
+    tolerance: Tolerance = FP64,
+    timeout_seconds: float = 30.0,
+) -> Trace:
+    """Run a recipe through a Booster on many ranks and compare with one plain process.
+
+    Args:
+        recipe: The run.
+        nproc: Number of ranks.
+        pieces: Options objects or names for the Booster.
+        settings: Further keywords of the Booster; precision follows the recipe's dtype unless given.
+        registry: Module-level function that makes the registry; by default what is installed.
+        tolerance: Bound of all differences.
+        timeout_seconds: For each of the two runs.
+
+    Returns:
+        The trace of rank 0.
+
+    Raises:
+        ParityError: Something differs, from the reference or between ranks.
+    """
+    traces = run_ranks(
+        train_boosted,
+        nproc,
+        recipe,
+        tuple(pieces),
+        dict(settings or {}),
+        registry,
+        timeout_seconds=timeout_seconds,
+    )
+    _compare_ranks(traces)
+    compare_traces(traces[0], reference_trace(recipe), tolerance)
+    return traces[0]
+
+
+def reference_trace(recipe: Recipe) -> Trace:
+    """Return the trace of the plain run, computed once in a process of its own."""
+    arguments = tuple(sorted(recipe.arguments.items()))
+    return _cached_reference(
+        recipe.builder, arguments, recipe.loop, recipe.max_grad_norm, recipe.sets_to_none
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_reference(
+    builder: Callable[..., Workload],
+    arguments: tuple[tuple[str, object], ...],
+    loop: Loop,
+    max_grad_norm: float | None,
+    sets_to_none: bool,  # noqa: FBT001 - the parts of a recipe, hashable
+) -> Trace:
+    """Run the reference on one worker without a process group."""
+    recipe = Recipe(
+        builder=builder,
+        arguments=dict(arguments),
+        loop=loop,
+        max_grad_norm=max_grad_norm,
+        sets_to_none=sets_to_none,
+    )
+    return run_ranks(train_serial, 1, recipe, process_group=False)[0]
+
+
+def train_serial(recipe: Recipe) -> Trace:
+    """Train with torch alone, on the whole global batches."""
+    work = recipe.builder(**recipe.arguments)
+    losses: list[torch.Tensor] = []
+    norms: list[float] = []
+    for batch in work.batches:
+        parts = _halves(batch) if recipe.loop == "twice" else [batch]
+        losses.append(torch.stack([_backward(work, part) for part in parts]).sum())
+        gradients = [parameter.grad for parameter in work.model.parameters() if parameter.grad is not None]
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        norms.append(math.sqrt(float(torch.stack(squares).sum())))
+        if recipe.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.max_grad_norm)
+        work.optimizer.step()
+        work.optimizer.zero_grad(set_to_none=recipe.sets_to_none)
+    weights = {name: parameter.detach().clone() for name, parameter in work.model.named_parameters()}
+    return Trace(losses=losses, norms=norms, weights=weights, digest=digest_of(weights))
+
+
+def boost_workload(
+    recipe: Recipe,
+    pieces: Sequence[object] = (),
+    settings: Mapping[str, object] | None = None,
+    registry: Callable[[], Registry] | None = None,
+) -> tuple[Booster, Workload]:
+    """Build a workload on this rank and boost it; return the Booster and the boosted workload.
+
+    Args:
+        recipe: The run; its ``max_grad_norm`` becomes the Booster's.
+        pieces: Options objects or names.
+        settings: Further keywords of the Booster.
+        registry: What makes the registry; by default what is installed.
+    """
+    from colossal_core.runtime.booster import Booster
+
+    work = recipe.builder(**recipe.arguments)
+    dtypes = {parameter.dtype for parameter in work.model.parameters()}
+    keywords: dict[str, Any] = {
+        "precision": "fp64" if torch.float64 in dtypes else "fp32",
+        "max_grad_norm": recipe.max_grad_norm,
+        **(settings or {}),
+    }
+    booster = Booster(*pieces, registry=None if registry is None else registry(), **keywords)
+    model, optimizer = booster.boost(work.model, work.optimizer)
+    return booster, attrs.evolve(work, model=model, optimizer=optimizer)
+
+
+def train_boosted(
+    recipe: Recipe,
+    pieces: Sequence[object] = (),
+    settings: Mapping[str, object] | None = None,
+    registry: Callable[[], Registry] | None = None,
+) -> Trace:
+    """Train through a Booster on this rank's shares of the global batches; collective over all ranks."""
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    optimizer: Any = work.optimizer
+    losses: list[torch.Tensor] = []
+    norms: list[float] = []
+    for batch in work.batches:
+        if recipe.loop == "forward_backward":
+            share = share_of(batch, booster.data_rank, booster.data_degree)
+            losses.append(booster.forward_backward(work.model, share, work.criterion))
+        else:
+            parts = _halves(batch) if recipe.loop == "twice" else [batch]
+            shares = [share_of(part, booster.data_rank, booster.data_degree, equal=True) for part in parts]
+            mine = torch.stack([_backward(work, share) for share in shares]).sum()
+            losses.append(torch.tensor(booster.mean(mine), dtype=torch.float64))
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        optimizer.zero_grad(set_to_none=recipe.sets_to_none)
+    with booster.full_parameters(work.model) as full:
+        weights = {name: value.detach().clone() for name, value in full.items()}
+    digest = digest_of(weights)
+    return Trace(losses=losses, norms=norms, weights=weights if booster.is_first else {}, digest=digest)
+
+
+def share_of(batch: Any, rank: int, degree: int, *, equal: bool = False) -> Any:
+    """Return the rows of a batch that one data rank brings: a contiguous range, larger ones first.
+
+    Args:
+        batch: Tensors, in tuples, lists and mappings, with the sample as dim 0.
+        rank: Data rank.
+        degree: Number of data ranks.
+        equal: Refuse shares of different sizes.
+    """
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows."""
+        if equal and len(tensor) % degree:
+            raise ValueError(
+                f"{len(tensor)} samples do not divide among {degree} ranks, as a plain loop needs"
+            )
+        return tensor.tensor_split(degree)[rank]
+
+    return _map_tensors(cut, batch)
+
+
+def compare_traces(trace: Trace, reference: Trace, tolerance: Tolerance) -> None:
+    """Compare losses, gradient norms and weights.
+
+    Raises:
+        ParityError: Something differs by more than the tolerance; lists every such thing, the worst first.
+    """
+    findings = sorted(_differences(trace, reference, tolerance), reverse=True)
+    if findings:
+        lines = "\n".join(f"  {text}" for _, text in findings[:20])
+        raise ParityError(
+            f"{len(findings)} differences from one plain process ({tolerance.name}: {tolerance.reason}):\n{lines}"
+        )
+
+
+def _differences(trace: Trace, reference: Trace, tolerance: Tolerance) -> Iterator[tuple[float, str]]:
+    """Yield what differs: how many times the bound, and the words."""
+    for step, (mine, theirs) in enumerate(zip(trace.losses, reference.losses, strict=True)):
+        # A loss that was reported in fp32 cannot be better than that.
+        precision = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+        at_least = attrs.evolve(tolerance, relative=max(tolerance.relative, 2 * precision))
+        yield from _difference(f"loss of step {step}", mine, theirs, at_least)
+    for step, (mine_norm, their_norm) in enumerate(zip(trace.norms, reference.norms, strict=True)):
+        pair = torch.tensor([mine_norm, their_norm], dtype=torch.float64)
+        yield from _difference(f"gradient norm of step {step}", pair[0], pair[1], tolerance)
+    missing = reference.weights.keys() ^ trace.weights.keys()
+    if missing:
+        yield math.inf, f"weights on one side only: {', '.join(sorted(missing))}"
+    for name in reference.weights.keys() & trace.weights.keys():
+        yield from _difference(f"weight {name!r}", trace.weights[name], reference.weights[name], tolerance)
+
+
+def _difference(
+    what: str, mine: torch.Tensor, reference: torch.Tensor, tolerance: Tolerance
+) -> Iterator[tuple[float, str]]:
+    """Yield one difference, when there is one."""
+    if mine.shape != reference.shape:
+        yield math.inf, f"{what}: shape {tuple(mine.shape)}, expected {tuple(reference.shape)}"
+        return
+    if not mine.numel():
+        return
+    gaps = (mine.double() - reference.double()).abs()
+    bound = tolerance.bound_of(reference.double())
+    # A NaN on either side compares as different from everything.
+    worst = math.inf if bool(torch.isnan(gaps).any()) else float(gaps.max())
+    if worst > bound:
+        place = tuple(int(i) for i in torch.unravel_index(gaps.nan_to_num(math.inf).argmax(), gaps.shape))
+        yield worst / bound, f"{what}: {worst:.3g} at {list(place)}, expected at most {bound:.3g}"
+
+
+def _compare_ranks(traces: Sequence[Trace]) -> None:
+    """Raise when ranks report different numbers, which would let them drift apart."""
+    for rank, trace in enumerate(traces[1:], start=1):
+        for what, mine, first in (
+            ("losses", [loss.item() for loss in trace.losses], [loss.item() for loss in traces[0].losses]),
+            ("gradient norms", list(trace.norms), list(traces[0].norms)),
+            ("weights", trace.digest, traces[0].digest),
+        ):
+            if mine != first:
+                raise ParityError(f"rank {rank} has other {what} than rank 0: {mine} and {first}")
+
+
+def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of names and exact values."""
+    found = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        found.update(name.encode())
+        found.update(str(value.detach().double().flatten().tolist()).encode())
+    return found.hexdigest()
+
+
+def _backward(work: Workload, batch: tuple[Any, torch.Tensor]) -> torch.Tensor:
+    """Run forward and backward in the user's own way; return the loss."""
+    inputs, target = batch
+    outputs = work.model(*inputs) if isinstance(inputs, tuple) else work.model(inputs)
+    loss = work.criterion(outputs, target)
+    loss.backward()
+    return loss.detach()
+
+
+def _halves(batch: tuple[Any, torch.Tensor]) -> list[Any]:
+    """Return the first and the second half of a batch."""
+    return [share_of(batch, half, 2) for half in range(2)]
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Apply a function to every tensor in tuples, lists and mappings."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: _map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(_map_tensors(function, value) for value in tree)
+    return tree
