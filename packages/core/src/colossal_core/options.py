@@ -212,11 +212,15 @@ def write_options(options: object, presets: Mapping[str, object]) -> dict[str, o
     """
     kind = type(options)
     fields = attrs.fields(kind) if attrs.has(kind) else ()
-    return {
-        field.alias: write_plain(getattr(options, field.name), f"{type(options).__name__}.{field.alias}")
-        for field in fields
-        if field.init and field.alias not in presets
-    }
+    hints = _read_hints(kind)
+    plain: dict[str, object] = {}
+    for field in fields:
+        if field.init and field.alias not in presets:
+            value, expected = getattr(options, field.name), hints.get(field.name)
+            # Python lets a whole number stand in a field of floats; written down, 7 and 7.0 would be two plans.
+            value = _adapt(value, expected) if _accepts(value, expected) else value
+            plain[field.alias] = write_plain(value, f"{kind.__name__}.{field.alias}")
+    return plain
 
 
 def write_plain(value: object, place: str) -> object:
