@@ -58,7 +58,7 @@ os.environ.update(prepare_environment(dict(os.environ)))
 def install(
     session: nox.Session, *members: str, groups: tuple[str, ...] = (), options: tuple[str, ...] = ()
 ) -> None:
-    """Install ``members`` as editable, and dependency ``groups`` (``"lint"``, or ``"packages/core/pyproject.toml:test"``)."""
+    """Install ``members`` as editable, and dependency groups: ``"lint"``, ``"FILE:test"``."""
     editable = [argument for member in members for argument in ("-e", f"packages/{member}")]
     chosen = [argument for group in groups for argument in ("--group", group)]
     session.install(*options, *editable, *chosen)
@@ -76,7 +76,10 @@ def quickstart(session: nox.Session) -> None:
     parser.add_argument("--nproc", default="2")
     chosen, rest = parser.parse_known_args(session.posargs)
     install(session, "core", "cli", groups=("quickstart",))
-    session.run("colossal", "run", "--nproc", chosen.nproc, "examples/train_gpt.py", *rest, **PATIENCE)
+    calm = {} if sys.stdout.isatty() else {"TQDM_MININTERVAL": "5"}  # a log is no place for a moving bar
+    session.run(
+        "colossal", "run", "--nproc", chosen.nproc, "examples/train_gpt.py", *rest, env=calm, **PATIENCE
+    )
 
 
 @nox.session(python=PYTHON)
@@ -141,7 +144,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def types(session: nox.Session) -> None:
-    """Check types with mypy, member by member: test folders share file names, so one run cannot see them all."""
+    """Check types with mypy, member by member, since test folders share file names."""
     install(session, *MEMBERS, groups=("types", *test_groups(*MEMBERS)))
     for member in MEMBERS:
         check_types(session, f"packages/{member}/src", f"packages/{member}/tests")

@@ -40,7 +40,8 @@ def main() -> int:
         median = statistics.median(times)
         is_within &= median <= options.limit_ms
         print(
-            f"colossal {' '.join(arguments)}: median {median:.0f} ms, fastest {min(times):.0f} ms of {len(times)} runs"
+            f"colossal {' '.join(arguments)}: median {median:.0f} ms, fastest {min(times):.0f} ms, "
+            f"{len(times)} runs"
         )
     print(f"limit {options.limit_ms:.0f} ms: {'kept' if is_within else 'exceeded'}")
     return 0 if is_within else 1

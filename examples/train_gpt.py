@@ -70,13 +70,12 @@ def read_text(file: Path | None) -> tuple[Tensor, Tensor]:
 
 def counting_losses(train: Tensor, held_out: Tensor) -> dict[str, float]:
     """Return the losses of models that only count single bytes and pairs of bytes, in nats per byte."""
-    before, after = held_out[:-1], held_out[1:]
     unigram = (torch.bincount(train, minlength=256) + 1) / (len(train) + 256)
     pairs = torch.bincount(train[:-1] * 256 + train[1:], minlength=256 * 256).view(256, 256)
     # Rare pairs lean on the unigram by a weight k, the best one for the held-out text: the bigram's favour.
     bigrams = [(pairs + k * unigram) / (pairs.sum(1, keepdim=True) + k) for k in (1, 3, 10, 30, 100)]
-    best = min(-bigram[before, after].log().mean().item() for bigram in bigrams)
-    return {"unigram": -unigram[after].log().mean().item(), "bigram": best}
+    best = min(-bigram[held_out[:-1], held_out[1:]].log().mean().item() for bigram in bigrams)
+    return {"unigram": -unigram[held_out[1:]].log().mean().item(), "bigram": best}
 
 
 @torch.no_grad()
@@ -112,14 +111,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file", type=Path, help="text to learn; default: Python's own help topics")
     parser.add_argument("--plan", type=Path, help="TOML file that says how to distribute")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=800)
     options = parser.parse_args()
 
     world = launch()
     train, held_out = (data.to(world.device) for data in read_text(options.file))
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = OneCycleLR(optimizer, PEAK_RATE, options.steps, pct_start=0.07, cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, PEAK_RATE, options.steps + 1, pct_start=0.07, cycle_momentum=False)
     booster = Booster(plan=options.plan, max_grad_norm=1.0)
     model, optimizer, scheduler = booster.boost(model, optimizer, scheduler)
 
@@ -134,10 +133,11 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        bar.set_postfix(loss=losses[-1], lr=scheduler.get_last_lr()[0], gradient=optimizer.grad_norm.item())
+        rate, norm = scheduler.get_last_lr()[0], optimizer.grad_norm
+        bar.set_postfix_str(f"loss {loss:.2f}, lr {rate:.1e}, gradient norm {norm:.2f}", refresh=False)
         if step % 200 == 0 or step == options.steps:
             validation[step] = validate(booster, model, held_out)
-            bar.write(f"step {step}: validation loss {validation[step]:.3f}")
+            booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
 
     booster.print(f"\n{write_text(model, held_out[:CONTEXT], 400)}\n")
     levels = {"validation": validation[options.steps], **counting_losses(train, held_out)}

@@ -29,11 +29,11 @@ def package_of(member: Path) -> Path:
 
 @each_member
 def test_member_is_named_after_its_folder(member: Path) -> None:
-    """Folder `tensor-parallel`, distribution `colossal-tensor-parallel`, import `colossal_tensor_parallel`."""
+    """Folder `x-y`, distribution `colossal-x-y`, import `colossal_x_y`."""
     project = read_toml(member / "pyproject.toml")["project"]
 
     packages = [
-        path.name for path in (member / "src").iterdir() if path.is_dir() and path.suffix != ".egg-info"
+        path.name for path in (member / "src").iterdir() if path.is_dir() and path.name.isidentifier()
     ]
 
     assert project["name"] == f"colossal-{member.name}"

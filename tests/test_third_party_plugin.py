@@ -1,7 +1,7 @@
 """A plugin of somebody else, built and installed as its author would, is used, switched off and survived.
 
-The plugin is examples/plugin-template: its wheel is unpacked into a folder on the path of fresh processes, which is all
-that an installer does with a pure wheel.
+The plugin is examples/plugin-template: its wheel is unpacked into a folder on the path of fresh processes,
+which is all that an installer does with a pure wheel.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Machine:
         self._environment = kept | config | {"PYTHONPATH": str(self.site), "PYTHONWARNINGS": "ignore"}
 
     def run(self, *command: str, exit_code: int = 0) -> str:
-        """Run a command in the project and return what it printed."""
+        """Run a command in the project and return what it printed, errors when it is to fail."""
         ended = subprocess.run(
             command, cwd=self.project, env=self._environment, capture_output=True, text=True, check=False
         )
         assert ended.returncode == exit_code, ended.stdout + ended.stderr
-        return ended.stdout + ended.stderr
+        return ended.stderr if exit_code else ended.stdout
 
     def colossal(self, *arguments: str, exit_code: int = 0) -> str:
         """Run the ``colossal`` command."""
@@ -63,7 +63,7 @@ class Machine:
 
     def status(self) -> dict[str, Any]:
         """Return what `colossal plugins list --json` says about the plugin."""
-        plugins = json.loads(self.colossal("plugins", "list", "--json"))["plugins"]
+        plugins = json.loads(self.colossal("plugins", "list", "--json"))
         (status,) = (plugin for plugin in plugins if plugin["name"] == "softcap")
         found: dict[str, Any] = status
         return found
@@ -117,7 +117,9 @@ def test_plugin_is_used_however_it_is_spelled(machine: Machine, line: str, large
 def test_disabled_plugin_is_not_imported(machine: Machine) -> None:
     """What is switched off is left alone, also when somebody asks for it, and the reason is shown."""
     machine.colossal("plugins", "disable", "softcap", "--why", "breaks our resume")
-    (machine.site / "colossal_softcap" / "plugin.py").write_text("raise SystemExit('imported')", encoding="utf-8")
+    (machine.site / "colossal_softcap" / "plugin.py").write_text(
+        "raise SystemExit('imported')", encoding="utf-8"
+    )
 
     status = machine.status()
     printed = machine.python('from colossal_core import Booster; Booster("softcap")', exit_code=1)

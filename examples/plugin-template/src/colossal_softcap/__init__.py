@@ -1,4 +1,4 @@
-"""Bound the outputs of a model smoothly. Importing this package costs nothing: torch comes with the first use."""
+"""Bound the outputs of a model smoothly. Importing this costs nothing: torch comes with the first use."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 import attrs
+
 from colossal_core import UsageError
 
 __all__ = ["SoftCap"]

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from colossal_core.interfaces import AbstractBorder, AbstractStrategy, Proposal
 from torch.utils import _pytree as pytree
 
+from colossal_core.interfaces import AbstractBorder, AbstractStrategy, Proposal
+
 if TYPE_CHECKING:
+    from torch import nn
+
     from colossal_core import Plan
     from colossal_core.mesh import MeshLayout
     from colossal_core.runtime.context import Context
-    from torch import nn
-
     from colossal_softcap.options import SoftCap
 
 __all__ = ["SoftCapStrategy"]
