@@ -23,9 +23,6 @@ SOURCES = [f"packages/{member}/src" for member in MEMBERS]
 OLDEST_PYTHON = (3, 11)
 PYTHON = None if sys.version_info >= OLDEST_PYTHON else "3.11"
 
-# Training ends its ranks before it ends itself; nox would kill it after half a second.
-PATIENCE = {"interrupt_timeout": 30, "terminate_timeout": 10}
-
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True  # a missing Python is a failure, not a skipped session
@@ -64,6 +61,11 @@ def install(
     session.install(*options, *editable, *chosen)
 
 
+def run_ranks(session: nox.Session, *command: str, **environment: str) -> None:
+    """Run a command that starts ranks and ends them before itself; nox would kill it after half a second."""
+    session.run(*command, env=environment, interrupt_timeout=30, terminate_timeout=10)
+
+
 def test_groups(*members: str) -> tuple[str, ...]:
     """Name the group of each member that holds what its tests need."""
     return tuple(f"packages/{member}/pyproject.toml:test" for member in members)
@@ -77,23 +79,21 @@ def quickstart(session: nox.Session) -> None:
     chosen, rest = parser.parse_known_args(session.posargs)
     install(session, "core", "cli", groups=("quickstart",))
     calm = {} if sys.stdout.isatty() else {"TQDM_MININTERVAL": "5"}  # a log is no place for a moving bar
-    session.run(
-        "colossal", "run", "--nproc", chosen.nproc, "examples/train_gpt.py", *rest, env=calm, **PATIENCE
-    )
+    run_ranks(session, "colossal", "run", "--nproc", chosen.nproc, "examples/train_gpt.py", *rest, **calm)
 
 
 @nox.session(python=PYTHON)
 def tests(session: nox.Session) -> None:
     """Test all members together, and what lies between them: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    session.run("pytest", "-m", "not slow", *session.posargs, **PATIENCE)
+    run_ranks(session, "pytest", "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=PYTHON)
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    session.run("pytest", "-m", "slow", *session.posargs, **PATIENCE)
+    run_ranks(session, "pytest", "-m", "slow", *session.posargs)
 
 
 @nox.session(python=PYTHON)
@@ -101,7 +101,7 @@ def slow(session: nox.Session) -> None:
 def tests_alone(session: nox.Session, member: str) -> None:
     """Test one member in an environment that holds only what it declares: -- [pytest's options]."""
     install(session, member, groups=test_groups(member))
-    session.run("pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs, **PATIENCE)
+    run_ranks(session, "pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs)
 
 
 @nox.session(python=PYTHON)
@@ -110,7 +110,7 @@ def lowest(session: nox.Session, member: str) -> None:
     """Test one member with the oldest versions that it declares, torch included (a download of some size)."""
     floors = ("--no-config", "--resolution", "lowest-direct")
     install(session, member, groups=test_groups(member), options=floors)
-    session.run("pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs, **PATIENCE)
+    run_ranks(session, "pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs)
 
 
 @nox.session(python=PYTHON)
@@ -118,8 +118,8 @@ def coverage(session: nox.Session) -> None:
     """Measure which lines and branches the tests reach, ranks and subprocesses included."""
     install(session, *MEMBERS, groups=("coverage", *test_groups(*MEMBERS)))
     session.run("coverage", "erase")
-    session.run(
-        "coverage", "run", "-m", "pytest", "-m", "not slow", "--timeout", "120", *session.posargs, **PATIENCE
+    run_ranks(
+        session, "coverage", "run", "-m", "pytest", "-m", "not slow", "--timeout", "120", *session.posargs
     )
     session.run("coverage", "combine")
     session.run("coverage", "report")
@@ -208,7 +208,7 @@ def startup(session: nox.Session) -> None:
 def bench_replicated(session: nox.Session) -> None:
     """Compare the step time and live bytes of `replicated` with torch's DDP: -- [--ranks 2 4] [...]."""
     install(session, "core", "cli")
-    session.run("python", "benchmarks/replicated.py", *session.posargs, **PATIENCE)
+    run_ranks(session, "python", "benchmarks/replicated.py", *session.posargs)
 
 
 @nox.session(python=PYTHON)
