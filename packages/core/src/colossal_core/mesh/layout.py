@@ -8,14 +8,15 @@ imports torch, so every case can be tested exhaustively and planned on a laptop.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import frozen
 
 from colossal_core.errors import UsageError
-from colossal_core.mesh.axes import GradientRule
+from colossal_core.mesh.axes import BASE_AXES, GradientRule
 
 __all__ = ["Axis", "Coordinates", "GroupSpec", "MeshLayout"]
 
@@ -50,7 +51,7 @@ class Axis:
             )
 
 
-@frozen
+@frozen(cache_hash=True)
 class GroupSpec:
     """Which ranks belong together, said without naming a rank.
 
@@ -59,9 +60,10 @@ class GroupSpec:
     the same spec, and each reads its own group from it.
 
     Attributes:
-        axes: Axis names (or parents of axes), in any order; stored as given.
-        blocks: Disjoint sets of coordinates along ``axes``, e.g. ``(((0,), (1,)), ((2,), (3,)))`` for two KV
-            heads that are shared by two tensor ranks each. None when all coordinates belong together.
+        axes: Axis names, or the name of an axis that is split for all of its parts; in any order.
+        blocks: Disjoint sets of coordinates along ``axes``, in the order of ``axes``, the parts of a split
+            axis in mesh order: ``(((0,), (1,)), ((2,), (3,)))`` for two KV heads that are shared by two
+            tensor ranks each. None when all coordinates belong together.
     """
 
     axes: tuple[str, ...] = ()
@@ -99,6 +101,16 @@ class MeshLayout:
     def names(self) -> tuple[str, ...]:
         """Axis names, outermost first."""
         return tuple(axis.name for axis in self.axes)
+
+    @property
+    def gradient_group(self) -> GroupSpec:
+        """Ranks over which gradients of uncut parameters are summed."""
+        return self.normalise(GroupSpec(tuple(axis.name for axis in self.axes if axis.gradients != "none")))
+
+    @property
+    def gradient_divisor(self) -> int:
+        """What that sum is divided by: the product of all axes along which gradients are averaged."""
+        return math.prod(axis.degree for axis in self.axes if axis.gradients == "average")
 
     @property
     def data_degree(self) -> int:
@@ -155,67 +167,189 @@ class MeshLayout:
         return share
 
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return axis names in mesh order, parents replaced by their parts.
+        """Return axis names in mesh order, split axes replaced by their parts.
 
-        Names that the mesh lacks are left out: axes of degree 1 change nothing.
+        Axes of core that the mesh lacks are left out: they have degree 1 and change nothing.
+
+        Raises:
+            UsageError: A name is neither an axis of the mesh nor one that core knows.
         """
         wanted = set(axes)
+        known = {*BASE_AXES, *(name for axis in self.axes for name in (axis.name, axis.part_of))}
+        for name in sorted(wanted - known):
+            self.axis(name)
         return tuple(axis.name for axis in self.axes if axis.name in wanted or axis.part_of in wanted)
 
     def everyone(self) -> GroupSpec:
         """Return the group of all ranks."""
-        return GroupSpec(self.names)
+        return self.without()
+
+    def without(self, *axes: str) -> GroupSpec:
+        """Return the group of all ranks that have the same coordinates along some axes.
+
+        It is who holds a part of a parameter that is cut over these axes and over nothing else.
+        """
+        fixed = self.expand(axes)
+        return self.normalise(GroupSpec(tuple(name for name in self.names if name not in fixed)))
 
     def members(self, spec: GroupSpec, rank: int) -> tuple[int, ...]:
-        """Return the ranks in the group of ``rank``, ascending; only itself when no block holds it."""
-        for group in self._groups_like(spec, self.coordinates(rank)):
-            if rank in group:
-                return group
-        return (rank,)
+        """Return the ranks in the group of ``rank``, ascending; only the rank itself when no block holds it.
+
+        Raises:
+            UsageError: An axis is unknown, or the blocks overlap or hold what is no coordinate.
+        """
+        return _members(self, spec, rank)
 
     def enumerate(self, spec: GroupSpec) -> tuple[tuple[int, ...], ...]:
         """Return every group of the spec, in a fixed order that is the same on all ranks.
 
         Ranks that no block holds are left out. This is what the collective creation of groups runs over.
+
+        Raises:
+            UsageError: See :meth:`members`.
         """
         inner = set(self.expand(spec.axes))
         outer = [axis for axis in self.axes if axis.name not in inner]
         found: list[tuple[int, ...]] = []
         for place in itertools.product(*(range(axis.degree) for axis in outer)):
             fixed = {axis.name: value for axis, value in zip(outer, place, strict=True)}
-            found.extend(self._groups_like(spec, fixed))
+            found.extend(_groups_like(self, spec, fixed))
         return tuple(found)
+
+    def normalise(self, spec: GroupSpec) -> GroupSpec:
+        """Return the one spec of all that mean these groups: fewest axes, mesh order, no block of one rank.
+
+        Raises:
+            UsageError: See :meth:`members`.
+        """
+        axes = tuple(name for name in self.expand(spec.axes) if self.axis(name).degree > 1)
+        if spec.blocks is None:
+            return GroupSpec(axes)
+        order = [_spelled(self, spec).index(name) for name in axes]
+        blocks = {
+            frozenset(tuple(place[index] for index in order) for place in block)
+            for block in _blocks(self, spec)
+            if len(block) > 1
+        }
+        for name in axes:
+            kept = tuple(other for other in axes if other != name)
+            dropped = _drop_axis(blocks, axes.index(name), self.axis(name).degree)
+            if dropped is not None:
+                axes, blocks = kept, dropped
+        if blocks == {frozenset(itertools.product(*(range(self.axis(name).degree) for name in axes)))}:
+            return GroupSpec(axes)
+        if not blocks:
+            return GroupSpec()
+        return GroupSpec(axes, tuple(sorted(tuple(sorted(block)) for block in blocks)))
 
     def product(self, specs: Sequence[GroupSpec]) -> GroupSpec:
         """Return the group of ranks that any chain of the given groups connects.
 
         Groups over different axes multiply: KV heads shared by two tensor ranks, times four data ranks, are
-        eight holders of one part. Blocks over the same axis must be the same.
+        eight holders of one part.
         """
-        axes = self.expand(name for spec in specs for name in spec.axes)
         if all(spec.blocks is None for spec in specs):
-            return GroupSpec(axes)
-        world = [self.coordinates(rank) for rank in range(self.world_size)]
-        pending = set(range(self.world_size))
-        blocks: set[tuple[Coordinates, ...]] = set()
-        while pending:
-            reached, frontier = set(), {min(pending)}
+            return self.normalise(GroupSpec(tuple(name for spec in specs for name in spec.axes)))
+
+        def connect(rank: int) -> frozenset[int]:
+            reached, frontier = frozenset[int](), frozenset({rank})
             while frontier:
                 reached |= frontier
-                frontier = {m for r in frontier for spec in specs for m in self.members(spec, r)} - reached
-            pending -= reached
-            blocks.add(tuple(sorted(tuple(world[r][name] for name in axes) for r in reached)))
-        return GroupSpec(axes, tuple(sorted(blocks)))
+                frontier = frozenset(m for r in frontier for s in specs for m in self.members(s, r)) - reached
+            return reached
 
-    def _groups_like(self, spec: GroupSpec, fixed: Mapping[str, int]) -> Iterable[tuple[int, ...]]:
-        """Yield the groups of a spec for fixed coordinates on the axes outside it."""
-        axes = self.expand(spec.axes)
-        outside = {name: value for name, value in fixed.items() if name not in axes}
-        blocks: Iterable[Sequence[Coordinates]]
-        if spec.blocks is None:
-            blocks = [list(itertools.product(*(range(self.axis(name).degree) for name in axes)))]
-        else:
-            blocks = spec.blocks
-        for block in blocks:
-            places = [dict(zip(axes, coordinates, strict=True)) for coordinates in block]
-            yield tuple(sorted(self.rank({**outside, **place}) for place in places))
+        return self._spec_of(self.expand(name for spec in specs for name in spec.axes), connect)
+
+    def intersection(self, specs: Sequence[GroupSpec]) -> GroupSpec:
+        """Return the group of ranks that are together in every given group.
+
+        It is who still holds a part once it is cut further: ``part.holders`` and ``without("tensor")``.
+
+        Args:
+            specs: At least one group.
+        """
+        axes = [self.expand(spec.axes) for spec in specs]
+        if all(spec.blocks is None for spec in specs):
+            common = set(axes[0]).intersection(*axes)
+            return self.normalise(GroupSpec(tuple(common)))
+
+        def meet(rank: int) -> frozenset[int]:
+            return frozenset.intersection(*(frozenset(self.members(spec, rank)) for spec in specs))
+
+        return self._spec_of(self.expand(itertools.chain(*axes)), meet)
+
+    def _spec_of(self, axes: tuple[str, ...], members: Callable[[int], frozenset[int]]) -> GroupSpec:
+        """Return the spec of groups that are given by the members of each rank, who differ along ``axes``."""
+        places = [self.coordinates(rank) for rank in range(self.world_size)]
+        blocks: set[tuple[Coordinates, ...]] = set()
+        pending = set(range(self.world_size))
+        while pending:
+            group = members(min(pending))
+            pending -= group
+            blocks.add(tuple(sorted(tuple(places[rank][name] for name in axes) for rank in group)))
+        return self.normalise(GroupSpec(axes, tuple(sorted(blocks))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _members(layout: MeshLayout, spec: GroupSpec, rank: int) -> tuple[int, ...]:
+    """Return the group of a rank; kept, since every part of every parameter asks for the same few groups."""
+    for group in _groups_like(layout, spec, layout.coordinates(rank)):
+        if rank in group:
+            return group
+    return (rank,)
+
+
+def _spelled(layout: MeshLayout, spec: GroupSpec) -> tuple[str, ...]:
+    """Return the axes of a spec in the order in which its blocks give coordinates."""
+    return tuple(dict.fromkeys(part for name in spec.axes for part in layout.expand((name,))))
+
+
+def _blocks(layout: MeshLayout, spec: GroupSpec) -> Sequence[Sequence[Coordinates]]:
+    """Return the blocks of a spec: its own, or one with all coordinates.
+
+    Raises:
+        UsageError: Blocks overlap, or hold what is no coordinate.
+    """
+    axes = [layout.axis(name) for name in _spelled(layout, spec)]
+    if spec.blocks is None:
+        return [list(itertools.product(*(range(axis.degree) for axis in axes)))]
+    seen: set[Coordinates] = set()
+    for place in itertools.chain(*spec.blocks):
+        inside = len(place) == len(axes) and all(
+            0 <= index < axis.degree for index, axis in zip(place, axes, strict=True)
+        )
+        if not inside or place in seen:
+            shown = " x ".join(f"{axis.name}({axis.degree})" for axis in axes) or "no axis"
+            problem = f"holds {place} twice" if inside else f"holds {place}, which is outside"
+            raise UsageError(
+                f"a group with blocks over {shown} {problem}",
+                hint="blocks are disjoint sets of coordinates along the group's axes, in their order",
+            )
+        seen.add(place)
+    return spec.blocks
+
+
+def _groups_like(layout: MeshLayout, spec: GroupSpec, fixed: Mapping[str, int]) -> Iterable[tuple[int, ...]]:
+    """Yield the groups of a spec for fixed coordinates on the axes outside it."""
+    axes = _spelled(layout, spec)
+    outside = {name: value for name, value in fixed.items() if name not in axes}
+    for block in _blocks(layout, spec):
+        places = [dict(zip(axes, coordinates, strict=True)) for coordinates in block]
+        yield tuple(sorted(layout.rank({**outside, **place}) for place in places))
+
+
+def _drop_axis(
+    blocks: set[frozenset[Coordinates]], position: int, degree: int
+) -> set[frozenset[Coordinates]] | None:
+    """Return blocks without one axis, or None when they say something about it.
+
+    They say nothing when no block varies along it and the same blocks stand at every coordinate.
+    """
+    found: dict[frozenset[Coordinates], set[int]] = {}
+    for block in blocks:
+        values = {place[position] for place in block}
+        if len(values) > 1:
+            return None
+        rest = frozenset(place[:position] + place[position + 1 :] for place in block)
+        found.setdefault(rest, set()).update(values)
+    return set(found) if all(len(values) == degree for values in found.values()) else None
