@@ -217,7 +217,7 @@ def write_options(options: object, presets: Mapping[str, object]) -> dict[str, o
     for field in fields:
         if field.init and field.alias not in presets:
             value, expected = getattr(options, field.name), hints.get(field.name)
-            # Python lets a whole number stand in a field of floats; written down, 7 and 7.0 would be two plans.
+            # Python lets a whole number stand for a float; written down, 7 and 7.0 would be two plans.
             value = _adapt(value, expected) if _accepts(value, expected) else value
             plain[field.alias] = write_plain(value, f"{kind.__name__}.{field.alias}")
     return plain

@@ -84,8 +84,6 @@ class PluginInfo:
         """Return what is wrong with the name, or an empty string."""
         if _NAME.fullmatch(self.name) is None:
             return f"a plugin's name is lower-case letters and digits joined by hyphens, got {self.name!r}"
-        if self.name == CORE_PLUGIN and self.origin != "core":
-            return f"the name {CORE_PLUGIN!r} belongs to {CORE_DISTRIBUTION}"
         return ""
 
 

@@ -246,8 +246,8 @@ def colossal_before_run_started(plan: Plan) -> None:
                 print(f"training in {plan.precision}")
 
     Called:
-        Once, at the end of ``Booster.boost``, on every rank in lock-step, built-in observers first and then
-        in the order of plugin names. The process group exists.
+        Once, in ``Booster.boost`` before anything of the user's is touched, on every rank in lock-step,
+        built-in observers first and then in the order of plugin names. The process group exists.
 
     May:
         Issue collectives, if all ranks issue the same ones. An error is not isolated: it ends the run, since
@@ -275,18 +275,17 @@ def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
 
             @hookimpl
             def colossal_after_run_finished(summary):
-                print(f"{summary['steps']} steps in {summary['seconds']:.0f} s")
+                print(f"{summary['steps']} steps")
 
     Called:
-        Once, when the Booster is closed, on every rank in lock-step, in the order of
+        Once, when the run is over, on every rank in lock-step, in the order of
         ``colossal_before_run_started``.
 
     May:
         Issue collectives, if all ranks issue the same ones. An error is not isolated.
 
     Args:
-        summary: Name to value, with at least ``steps`` (real optimizer steps of this run) and ``seconds``
-            (wall-clock time since ``boost``).
+        summary: Name to value; at least ``steps``, the real optimizer steps of this run.
 
     Returns:
         None.
@@ -298,7 +297,7 @@ def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
 
 @_hookspec
 def colossal_before_step_taken(step: int) -> None:
-    """Observe that the optimizer is about to take a real step.
+    """Observe that the optimizer is about to take a step.
 
     Example:
         ::
@@ -318,7 +317,7 @@ def colossal_before_step_taken(step: int) -> None:
         logged once with the plugin's name, then this observer is skipped.
 
     Args:
-        step: Number of the step that is about to be taken, counted from 1.
+        step: Number of steps taken before this one, 0 for the first.
 
     Returns:
         None.
@@ -343,17 +342,17 @@ def colossal_after_step_taken(step: int, metrics: Mapping[str, object]) -> None:
                     log(step, float(metrics["grad_norm"]))
 
     Called:
-        On every rank, at the end of each ``optimizer.step()`` that closed a gradient window. All observers
-        together have 50 microseconds.
+        On every rank, at the end of each ``optimizer.step()`` that updated parameters; a step that was
+        skipped or raised is not seen. All observers together have 50 microseconds.
 
     May:
         Read. It must not issue collectives; turning a metric into a Python number may wait for the device. An
         error is isolated: logged once with the plugin's name, then this observer is skipped.
 
     Args:
-        step: Number of the step that was taken, counted from 1.
-        metrics: Name to number or detached 0-d tensor, equal on all ranks: ``grad_norm`` (before clipping)
-            and ``stepped`` (False when the update was skipped for non-finite gradients).
+        step: Number of steps taken before this one, 0 for the first.
+        metrics: Name to number or detached 0-d tensor, equal on all ranks; at least ``grad_norm``, before
+            clipping.
 
     Returns:
         None.

@@ -329,6 +329,8 @@ def _check_names(infos: Sequence[PluginInfo], settings: PluginSettings) -> None:
             f"the plugin name {info.name!r} is offered twice, by {known.provider} and by {info.provider}"
         )
         hint = f"uninstall one of them, or leave both out: --without-plugin {info.name}"
+        if info.name == CORE_PLUGIN:
+            hint = f"uninstall {info.distribution or info.provider}: that name is taken"
         raise DuplicateNameError(message, hint=hint)
 
 

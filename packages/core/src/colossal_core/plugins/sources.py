@@ -144,8 +144,13 @@ def find_project_file(start_dir: Path | None = None) -> Path | None:
 
 def _read_pyproject(path: Path) -> Mapping[str, object]:
     """Return ``[tool.colossal]`` of a pyproject.toml, empty when there is none."""
-    # Most such files have nothing for us: looking for the word first saves the import of the parser.
-    if not path.is_file() or b"colossal" not in path.read_bytes():
+    # Most such files have nothing for us: looking for the word first saves the import of the parser. One that
+    # cannot be read, in a folder further up, is somebody else's.
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return {}
+    if b"colossal" not in content:
         return {}
     return select_table(path, read_toml(path))[0]
 
