@@ -246,15 +246,13 @@ def _read_openmpi(reader: _Reader) -> Placement:
     )
     if world_size == 1:
         return _make(reader, rank=rank, world_size=1, local_rank=local_rank, one_host=True, starter="openmpi")
-    one_host = _is_loopback(reader.environ.get("MASTER_ADDR", ""))
+    address, one_host = LOOPBACK, _is_loopback(reader.environ.get("MASTER_ADDR", ""))
     if not one_host:
         local_size = reader.number("OMPI_COMM_WORLD_LOCAL_SIZE", why=why, least=1)
         one_host = local_size == world_size
-    address = LOOPBACK
-    if not one_host:
-        address = reader.text(
-            "MASTER_ADDR", why=f"OpenMPI put {local_size} of {world_size} ranks on this machine"
-        )
+        if not one_host:
+            found = f"OpenMPI put {local_size} of {world_size} ranks on this machine"
+            address = reader.text("MASTER_ADDR", why=found)
     identity = reader.environ.get(reader.first_set("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "")
     if not identity and one_host:
         identity = f"parent {os.getppid()}"  # ranks of one machine are children of one mpirun
