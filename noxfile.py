@@ -17,6 +17,7 @@ import nox
 
 ROOT = Path(__file__).parent
 MEMBERS = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PROSE = ["packages", "tests", "examples", "benchmarks", "docs", "README.md", "CONTRIBUTING.md", "noxfile.py"]
 SOURCES = [f"packages/{member}/src" for member in MEMBERS]
 
 # The oldest Python of the members. A newer one that runs nox is used as it is.
@@ -132,7 +133,7 @@ def lint(session: nox.Session) -> None:
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
-    session.run("codespell", *([] if not fix else ["--write-changes"]))
+    session.run("codespell", *(["--write-changes"] if fix else []), *PROSE)
     session.run(
         "interrogate", "--quiet", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples"
     )
@@ -147,21 +148,14 @@ def types(session: nox.Session) -> None:
     """Check types with mypy, member by member, since test folders share file names."""
     install(session, *MEMBERS, groups=("types", *test_groups(*MEMBERS)))
     for member in MEMBERS:
-        check_types(session, f"packages/{member}/src", f"packages/{member}/tests")
-    check_types(session, "tests")
-    for script in (
-        *sorted(ROOT.glob("examples/*.py")),
-        *sorted(ROOT.glob("benchmarks/*.py")),
-        ROOT / "noxfile.py",
-    ):
-        check_types(session, str(script.relative_to(ROOT)))
-
-
-def check_types(session: nox.Session, *paths: str) -> None:
-    """Run mypy on ``paths``, each of them a root of module names."""
+        folder = f"packages/{member}"
+        session.run("mypy", f"{folder}/src", f"{folder}/tests", env={"MYPYPATH": f"{folder}/src:{folder}"})
+    template = "examples/plugin-template"
     session.run(
-        "mypy", *paths, env={"MYPYPATH": os.pathsep.join(path for path in paths if Path(path).is_dir())}
+        "mypy", f"{template}/src", f"{template}/tests", env={"MYPYPATH": f"{template}/src:{template}"}
     )
+    scripts = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "noxfile.py"]
+    session.run("mypy", "tests", *sorted(str(script.relative_to(ROOT)) for script in scripts))
 
 
 @nox.session(python=PYTHON)
