@@ -64,7 +64,7 @@ REGISTRATIONS: Mapping[str, type[Record]] = {
 
 OBSERVERS: Mapping[str, bool] = {
     "colossal_before_run_started": False,
-    "colossal_after_run_finished": False,
+    "colossal_after_run_finished": True,
     "colossal_before_step_taken": True,
     "colossal_after_step_taken": True,
     "colossal_after_checkpoint_saved": True,
@@ -278,11 +278,12 @@ def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
                 print(f"{summary['steps']} steps")
 
     Called:
-        Once, when the run is over, on every rank in lock-step, in the order of
-        ``colossal_before_run_started``.
+        Once, when a process that boosted ends without an error, on every rank that does, while the interpreter
+        shuts down; in the order of ``colossal_before_run_started``.
 
     May:
-        Issue collectives, if all ranks issue the same ones. An error is not isolated.
+        Write files, close what it opened. It must not issue collectives: other ranks may be gone. An error is
+        isolated: logged once with the plugin's name.
 
     Args:
         summary: Name to value; at least ``steps``, the real optimizer steps of this run.

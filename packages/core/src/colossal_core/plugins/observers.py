@@ -52,7 +52,7 @@ class Observers:
         self._notify("colossal_before_run_started", {"plan": plan})
 
     def after_run_finished(self, summary: Mapping[str, object]) -> None:
-        """Tell observers that a run has ended well. Not isolated."""
+        """Tell observers that a run has ended well. Isolated."""
         self._notify("colossal_after_run_finished", {"summary": summary})
 
     def before_step_taken(self, step: int) -> None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from colossal_core.building import UNSET, Unset, build_plan
 from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
-from colossal_core.plugins import Registry
+from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.batches import Weight
 from colossal_core.runtime.boosting import build_engine
@@ -82,7 +83,7 @@ class Booster:
             UsageError: The plan contradicts itself, or a name is unknown; lists everything that is wrong.
             PluginError: A plugin that the plan needs failed.
         """
-        self.registry = Registry.discover(load_local=True) if registry is None else registry
+        self.registry = _discover(plan) if registry is None else registry
         self.plan: Plan = build_plan(
             self.registry,
             pieces,
@@ -183,11 +184,8 @@ class Booster:
         """
         engine = self._built("forward_backward")
         self._check_model(model)
-        try:
+        with engine.reporting():
             return engine.executor.run(model, batch, criterion, weight)
-        except Exception as error:
-            self.registry.observers.on_run_error(error, engine.num_steps)
-            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -306,6 +304,13 @@ class Booster:
         return None
 
     def _finish_run(self) -> None:
-        """Tell observers at exit that the run has ended."""
-        if self._engine is not None:
+        """Tell observers at exit that the run has ended well."""
+        failed = "last_value" in vars(sys)  # the interpreter keeps an error that ended the script there
+        if self._engine is not None and not failed:
             self.registry.observers.after_run_finished({"steps": self._engine.num_steps})
+
+
+def _discover(plan: object) -> Registry:
+    """Find the plugins; a plan file that was named decides which are switched off, before the project does."""
+    file = Path(plan) if isinstance(plan, (str, Path)) else None
+    return Registry.discover(PluginSettings.read(plan_file=file), load_local=True)

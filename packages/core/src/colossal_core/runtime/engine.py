@@ -6,7 +6,8 @@ is what the boosted objects talk to, so those never reach up into the Booster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 from colossal_core.errors import NonFiniteError, UsageError
@@ -73,6 +74,15 @@ class Engine:
         self._observers.after_step_taken(self.num_steps, metrics)
         if is_first:
             self.num_steps += 1
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Tell observers about an error that leaves this context."""
+        try:
+            yield
+        except Exception as error:
+            self._observers.on_run_error(error, self.num_steps)
+            raise
 
     def collect_non_finite(self, optimizer: int) -> list[str]:
         """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it."""

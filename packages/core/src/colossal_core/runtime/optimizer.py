@@ -76,6 +76,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        with self._engine.reporting():
+            self._take_step()
+        return result
+
+    def _take_step(self) -> None:
+        """Reduce, measure, clip and update, or skip."""
         self._engine.before_step()
         # Schedulers that were made over the user's object look there for the order of calls.
         self.user.__dict__["_opt_called"] = True
@@ -87,13 +93,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
             self._clip, self.stepped = None, False
             self.skipped_steps += 1
             self._engine.refuse_non_finite(names)
-            return result
+            return
         factor = clip_factor(norm, self.max_grad_norm) if self._clip is None else self._clip
         manager.step(self._index, scale=factor)
         self._clip, self.stepped = None, True
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
         self._engine.after_step({"grad_norm": norm}, is_first=self._index == 0)
-        return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Reduce the gradients now and clip them in the coming :meth:`step`; collective over all ranks.
