@@ -31,7 +31,7 @@ __all__ = [
     "randomise",
 ]
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "adafactor"]
 DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -223,7 +223,8 @@ def build_workload(
     Args:
         name: A key of `MODELS`.
         dtype: ``"float64"`` or ``"float32"``: of parameters and floating inputs.
-        optimizer: ``"adamw"`` with weight decay on matrices, or ``"sgd"`` with momentum.
+        optimizer: ``"adamw"`` with weight decay on matrices, ``"sgd"`` with momentum, or ``"adafactor"``,
+            which needs whole parameters.
         num_samples: Size of the global batch; 12 divides by 1, 2, 3 and 4.
         num_steps: Number of batches.
         ignores_some: Whether some targets of the token models are -100, more of them in later samples, so
@@ -271,14 +272,15 @@ def _make_optimizer(model: nn.Module, name: OptimizerName) -> torch.optim.Optimi
     """Make an optimizer over two groups that differ in everything; frozen parameters are in them too."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    if name == "sgd":
-        groups = [
-            {"params": matrices, "weight_decay": 0.05},
-            {"params": vectors, "lr": 0.02, "momentum": 0.8},
-        ]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
+    first: dict[str, Any] = {"params": matrices, "weight_decay": 0.1}
+    second: dict[str, Any] = {"params": vectors, "weight_decay": 0.0, "lr": 0.02}
+    match name:
+        case "adamw":
+            return torch.optim.AdamW([first, second], lr=0.01, betas=(0.8, 0.95))
+        case "sgd":
+            return torch.optim.SGD([first, {**second, "momentum": 0.8}], lr=0.05, momentum=0.9)
+        case "adafactor":
+            return torch.optim.Adafactor([first, second], lr=0.01)
 
 
 def _make_batch(

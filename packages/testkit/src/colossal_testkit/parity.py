@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import attrs
@@ -82,24 +82,47 @@ FP32 = Tolerance(
 )
 
 
+def _sort_items(
+    arguments: Mapping[str, object] | Iterable[tuple[str, object]],
+) -> tuple[tuple[str, object], ...]:
+    """Return keyword arguments in a form that hashes."""
+    return tuple(sorted(dict(arguments).items()))
+
+
 @final
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """How a run goes; a value, so that ranks and the reference share it.
+    """How a run goes; a value that hashes, so that ranks and the reference share it.
 
     Attributes:
         builder: Module-level function that returns the `Workload`.
-        arguments: Its keyword arguments.
+        arguments: Its keyword arguments, given as a mapping.
         loop: How backward is called.
         max_grad_norm: Bound of the gradient norm, or None.
+        clips_by_hand: Whether the loop calls ``clip_grad_norm_`` itself, in the largest-element norm, instead
+            of leaving it to the step.
         sets_to_none: How gradients are cleared after a step: dropped, or filled with zeros.
+        adapt: Module-level function that gives the reference, which has no Booster, what the pieces add to
+            the mathematics (a cap on logits, say). None where pieces change the computation and not its
+            result.
     """
 
     builder: Callable[..., Workload]
-    arguments: Mapping[str, object] = attrs.field(factory=dict)
+    arguments: tuple[tuple[str, object], ...] = attrs.field(default=(), converter=_sort_items)
     loop: Loop = "plain"
     max_grad_norm: float | None = None
+    clips_by_hand: bool = False
     sets_to_none: bool = True
+    adapt: Callable[[Workload], Workload] | None = None
+
+    def build(self) -> Workload:
+        """Return the workload, made anew."""
+        return self.builder(**dict(self.arguments))
+
+    @property
+    def norm_type(self) -> float:
+        """Order of the gradient norm that this run reports and clips."""
+        return math.inf if self.clips_by_hand else 2.0
 
 
 @final
@@ -161,46 +184,23 @@ def check_parity(
     return traces[0]
 
 
+@functools.lru_cache(maxsize=128)
 def reference_trace(recipe: Recipe) -> Trace:
     """Return the trace of the plain run, computed once in a process of its own."""
-    arguments = tuple(sorted(recipe.arguments.items()))
-    return _cached_reference(
-        recipe.builder, arguments, recipe.loop, recipe.max_grad_norm, recipe.sets_to_none
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_reference(
-    builder: Callable[..., Workload],
-    arguments: tuple[tuple[str, object], ...],
-    loop: Loop,
-    max_grad_norm: float | None,
-    sets_to_none: bool,  # noqa: FBT001 - the parts of a recipe, hashable
-) -> Trace:
-    """Run the reference on one worker without a process group."""
-    recipe = Recipe(
-        builder=builder,
-        arguments=dict(arguments),
-        loop=loop,
-        max_grad_norm=max_grad_norm,
-        sets_to_none=sets_to_none,
-    )
     return run_ranks(train_serial, 1, recipe, process_group=False)[0]
 
 
 def train_serial(recipe: Recipe) -> Trace:
     """Train with torch alone, on the whole global batches."""
-    work = recipe.builder(**recipe.arguments)
+    work = recipe.build() if recipe.adapt is None else recipe.adapt(recipe.build())
     losses: list[torch.Tensor] = []
     norms: list[float] = []
     for batch in work.batches:
         parts = _halves(batch) if recipe.loop == "twice" else [batch]
         losses.append(torch.stack([_backward(work, part) for part in parts]).sum())
-        gradients = [parameter.grad for parameter in work.model.parameters() if parameter.grad is not None]
-        squares = [gradient.double().square().sum() for gradient in gradients]
-        norms.append(math.sqrt(float(torch.stack(squares).sum())))
+        norms.append(_norm_of(work.model.parameters(), recipe.norm_type))
         if recipe.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.max_grad_norm, recipe.norm_type)
         work.optimizer.step()
         work.optimizer.zero_grad(set_to_none=recipe.sets_to_none)
     weights = {name: parameter.detach().clone() for name, parameter in work.model.named_parameters()}
@@ -223,11 +223,11 @@ def boost_workload(
     """
     from colossal_core.runtime.booster import Booster
 
-    work = recipe.builder(**recipe.arguments)
+    work = recipe.build()
     dtypes = {parameter.dtype for parameter in work.model.parameters()}
     keywords: dict[str, Any] = {
         "precision": "fp64" if torch.float64 in dtypes else "fp32",
-        "max_grad_norm": recipe.max_grad_norm,
+        "max_grad_norm": None if recipe.clips_by_hand else recipe.max_grad_norm,
         **(settings or {}),
     }
     booster = Booster(*pieces, registry=None if registry is None else registry(), **keywords)
@@ -255,8 +255,11 @@ def train_boosted(
             shares = [share_of(part, booster.data_rank, booster.data_degree, equal=True) for part in parts]
             mine = torch.stack([_backward(work, share) for share in shares]).sum()
             losses.append(torch.tensor(booster.mean(mine), dtype=torch.float64))
+        by_hand = None
+        if recipe.clips_by_hand and recipe.max_grad_norm is not None:
+            by_hand = optimizer.clip_grad_norm_(recipe.max_grad_norm, norm_type=recipe.norm_type)
         optimizer.step()
-        norms.append(float(optimizer.grad_norm))
+        norms.append(float(optimizer.grad_norm if by_hand is None else by_hand))
         optimizer.zero_grad(set_to_none=recipe.sets_to_none)
     with booster.full_parameters(work.model) as full:
         weights = {name: value.detach().clone() for name, value in full.items()}
@@ -294,9 +297,8 @@ def compare_traces(trace: Trace, reference: Trace, tolerance: Tolerance) -> None
     findings = sorted(_differences(trace, reference, tolerance), reverse=True)
     if findings:
         lines = "\n".join(f"  {text}" for _, text in findings[:20])
-        raise ParityError(
-            f"{len(findings)} differences from one plain process ({tolerance.name}: {tolerance.reason}):\n{lines}"
-        )
+        head = f"{len(findings)} differences from one plain process ({tolerance.name}: {tolerance.reason})"
+        raise ParityError(f"{head}:\n{lines}")
 
 
 def _differences(trace: Trace, reference: Trace, tolerance: Tolerance) -> Iterator[tuple[float, str]]:
@@ -362,6 +364,13 @@ def _backward(work: Workload, batch: tuple[Any, torch.Tensor]) -> torch.Tensor:
     loss = work.criterion(outputs, target)
     loss.backward()
     return loss.detach()
+
+
+def _norm_of(parameters: Iterable[torch.nn.Parameter], norm_type: float) -> float:
+    """Return the norm of all gradients that are there."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient.double(), norm_type) for gradient in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms), norm_type))
 
 
 def _halves(batch: tuple[Any, torch.Tensor]) -> list[Any]:

@@ -1,0 +1,271 @@
+"""The contract of memory managers: exact, complete, as cheap as it says, and never silently wrong.
+
+Every test runs real ranks. Parity is against torch alone in one process; bits are compared where two ranks
+make them comparable; traffic and memory are held against the formulas that the subclass declares.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from colossal_core.pieces import Replicated
+from colossal_core.plugins import Registry
+from colossal_testkit.contracts import memory_checks as checks
+from colossal_testkit.contracts.protection import Contract
+from colossal_testkit.models import MODELS, build_workload
+from colossal_testkit.parity import FP64, Recipe, check_parity, train_boosted
+from colossal_testkit.ranks import run_ranks
+from colossal_testkit.traffic import check_words
+
+__all__ = ["MemoryManagerContract"]
+
+WORKLOADS = sorted(MODELS)
+
+
+class MemoryManagerContract(Contract, is_contract=True):
+    """What every memory manager promises. A subclass fills in the open names.
+
+    Attributes:
+        registry: Module-level function that returns the registry that knows the piece, as a ``staticmethod``;
+            None when the piece is installed.
+        settings: Further keywords of the Booster that the piece needs.
+    """
+
+    open_names: ClassVar[frozenset[str]] = frozenset(
+        {"make_piece", "words_per_step", "live_bytes", "registry", "settings", "waivers"}
+    )
+    registry: ClassVar[Callable[[], Registry] | None] = None
+    settings: ClassVar[Mapping[str, object]] = {}
+
+    @abstractmethod
+    def make_piece(self) -> object:
+        """Return the options object of the manager."""
+
+    @abstractmethod
+    def words_per_step(self, num_elements: int, num_ranks: int) -> float:
+        """Return the words that one rank receives per step, without those for norm and loss.
+
+        Args:
+            num_elements: Trainable elements of the model.
+            num_ranks: Data ranks.
+        """
+
+    @abstractmethod
+    def live_bytes(self, num_elements: int, num_ranks: int) -> float:
+        """Return the bytes that one rank holds between two steps, in fp32 under AdamW.
+
+        Args:
+            num_elements: Trainable elements of the model.
+            num_ranks: Data ranks.
+        """
+
+    # --- exactness
+    # -------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+    @pytest.mark.parametrize("name", WORKLOADS)
+    def test_plain_loop_equals_one_process(self, name: str, nproc: int) -> None:
+        """The user's own backward and the manager's step give one process's losses, norms and weights."""
+        self._check(Recipe(builder=build_workload, arguments={"name": name}, max_grad_norm=0.5), nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+    @pytest.mark.parametrize("name", WORKLOADS)
+    def test_forward_backward_equals_one_process(self, name: str, nproc: int) -> None:
+        """Shares of different sizes, and different numbers of tokens that count, weigh as in one batch."""
+        arguments = {"name": name, "num_samples": 13, "ignores_some": True}
+        recipe = Recipe(
+            builder=build_workload, arguments=arguments, loop="forward_backward", max_grad_norm=0.5
+        )
+        self._check(recipe, nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 3])
+    @pytest.mark.parametrize("name", ["branches", "gpt-tied"])
+    def test_repeated_backward_adds(self, name: str, nproc: int) -> None:
+        """Two backward passes before a step add up, also where a branch is in one of them only."""
+        arguments = {"name": name, "num_samples": 24}
+        self._check(
+            Recipe(builder=build_workload, arguments=arguments, loop="twice", max_grad_norm=0.5), nproc
+        )
+
+    @pytest.mark.parametrize("nproc", [1, 2])
+    def test_gradients_may_be_cleared_to_zeros(self, nproc: int) -> None:
+        """``zero_grad(set_to_none=False)`` clears as well; what never had a gradient still is not updated."""
+        self._check(Recipe(builder=build_workload, arguments={"name": "mlp"}, sets_to_none=False), nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_norm_is_exact_without_clipping(self, nproc: int) -> None:
+        """The norm is there without a bound, under another optimizer, and counts a tied weight once."""
+        arguments = {"name": "gpt-tied", "optimizer": "sgd"}
+        self._check(Recipe(builder=build_workload, arguments=arguments), nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_whole_shaped_optimizers_see_whole_parameters(self, nproc: int) -> None:
+        """Adafactor's factored moments need rows and columns, however the elements are held.
+
+        Not a GPT: Adafactor divides by the size of gradients, and those of key biases are rounding alone.
+        """
+        arguments = {"name": "convnet", "optimizer": "adafactor"}
+        self._check(Recipe(builder=build_workload, arguments=arguments), nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_clipping_by_hand_is_exact(self, nproc: int) -> None:
+        """``optimizer.clip_grad_norm_`` before the step, in the largest-element norm."""
+        recipe = Recipe(
+            builder=build_workload, arguments={"name": "mlp"}, max_grad_norm=0.05, clips_by_hand=True
+        )
+        self._check(recipe, nproc)
+
+    @pytest.mark.parametrize("nproc", [2, 3])
+    def test_an_existing_optimizer_state_is_kept(self, nproc: int) -> None:
+        """Moments and step counters of a run that began without a Booster continue."""
+        self._check(Recipe(builder=checks.build_warm, arguments={"name": "gpt"}, max_grad_norm=0.5), nproc)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_two_ranks_equal_replicated_bit_for_bit(self, dtype: str) -> None:
+        """The sum of two numbers has one order, so no manager has an excuse; fp64 without clipping."""
+        bound = 0.5 if dtype == "float32" else None
+        arguments = {"name": "gpt", "dtype": dtype}
+        recipe = Recipe(
+            builder=build_workload, arguments=arguments, loop="forward_backward", max_grad_norm=bound
+        )
+
+        mine = self._run(train_boosted, 2, recipe)
+        replicated = run_ranks(train_boosted, 2, recipe, [Replicated()])
+
+        assert [trace.digest for trace in mine] == [trace.digest for trace in replicated]
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_frozen_and_unused_parameters_keep_every_bit(self, nproc: int) -> None:
+        """Neither weight decay nor momentum touches what had no gradient on any rank."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "mlp"})
+
+        untouched = self._run(checks.watch_untouched, nproc, recipe)
+
+        assert untouched == [["frozen.bias", "frozen.weight", "unused.bias", "unused.weight"]] * nproc
+
+    # --- cost
+    # ------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nproc", [2, 3, 4])
+    def test_traffic_equals_the_formula(self, nproc: int) -> None:
+        """At most a thousandth more than declared, and one message of 16 bytes each for norm and loss."""
+        recipe = Recipe(builder=checks.build_large, max_grad_norm=0.5)
+
+        costs = self._run(checks.measure_step, nproc, recipe)
+
+        for cost in costs:
+            check_words(cost.traffic, self.words_per_step(cost.num_elements, nproc))
+            assert cost.traffic.phase("norm").message_bytes <= 16
+            assert cost.traffic.phase("loss").message_bytes <= 16
+
+    def test_everything_communicated_is_in_the_ledger(self) -> None:
+        """Torch's own record of collectives is as long as the ledger's."""
+        (cost, _) = self._run(
+            checks.measure_step, 2, Recipe(builder=build_workload, arguments={"name": "mlp"})
+        )
+
+        assert cost.num_issued in (None, cost.num_booked)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_live_bytes_equal_the_formula(self, nproc: int) -> None:
+        """Between two steps a rank holds what is declared, to a hundredth, and nothing left over."""
+        held = self._run(checks.measure_live_bytes, nproc, Recipe(builder=checks.build_large))
+
+        for num_elements, num_bytes in held:
+            assert num_bytes == pytest.approx(self.live_bytes(num_elements, nproc), rel=0.01)
+
+    # --- books
+    # -----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_places_cover_every_element(self, nproc: int) -> None:
+        """Over all ranks, each element that is trained has a value, a gradient and both moments."""
+        found = self._run(
+            checks.measure_coverage, nproc, Recipe(builder=build_workload, arguments={"name": "gpt"})
+        )
+
+        for name, num_elements in found[0].num_elements.items():
+            for state in ("value", "gradient", "exp_avg", "exp_avg_sq"):
+                ranges = [held for rank in found for held in rank.ranges.get((name, state), ())]
+                assert _covered(ranges) == [(0, num_elements)], f"{state} of {name}"
+
+    @pytest.mark.parametrize("nproc", [1, 2])
+    def test_objects_keep_their_identity(self, nproc: int) -> None:
+        """The model, its Parameter objects and the parameter groups are the user's own, before and after."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "gpt-tied"})
+
+        assert self._run(checks.watch_identities, nproc, recipe) == [[]] * nproc
+
+    @pytest.mark.parametrize("nproc", [1, 2])
+    def test_a_released_model_is_a_plain_one(self, nproc: int) -> None:
+        """``release`` gives back whole values, in a model that trains without us."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "gpt"})
+
+        assert self._run(checks.keep_training_after_release, nproc, recipe) == [(True, True)] * nproc
+
+    # --- faults
+    # ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_a_non_finite_gradient_raises_on_every_rank(self, nproc: int) -> None:
+        """One rank's NaN is named everywhere, nothing was updated, and training can go on."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "mlp"})
+
+        found = self._run(checks.meet_non_finite, nproc, recipe, guilty=nproc - 1)
+
+        for rank in found:
+            assert "is not finite" in rank["raised"]
+            assert "head.weight" in rank["raised"] or "hidden.weight" in rank["raised"]
+            assert (rank["kept"], rank["finite"]) == (True, True)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_a_non_finite_gradient_can_be_skipped(self, nproc: int) -> None:
+        """With ``nonfinite="skip"`` the step changes nothing, is counted, and the next one is taken."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "mlp"})
+
+        found = self._run(checks.meet_non_finite, nproc, recipe, guilty=nproc - 1, nonfinite="skip")
+
+        assert found == [{"raised": "", "kept": True, "skipped": 1, "finite": True}] * nproc
+
+    # --- internals
+    # -------------------------------------------------------------------------------------------
+
+    def _under_test(self) -> dict[str, Any]:
+        """Return what makes a Booster with the piece, as keywords of `check_parity`."""
+        return {
+            "pieces": [self.make_piece()],
+            "settings": dict(self.settings),
+            "registry": type(self).registry,
+        }
+
+    def _check(self, recipe: Recipe, nproc: int) -> None:
+        """Compare a run with one process."""
+        check_parity(recipe, nproc=nproc, **self._under_test(), tolerance=FP64)
+
+    def _run(
+        self,
+        check: Callable[..., Any],
+        nproc: int,
+        recipe: Recipe,
+        *,
+        guilty: int | None = None,
+        **settings: object,
+    ) -> list[Any]:
+        """Run a check on ranks with the piece."""
+        arguments = [recipe, [self.make_piece()], {**self.settings, **settings}, type(self).registry]
+        return run_ranks(check, nproc, *arguments, *([] if guilty is None else [guilty]))
+
+
+def _covered(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the union of half-open ranges, as disjoint ranges in order."""
+    union: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], stop))
+        else:
+            union.append((start, stop))
+    return union

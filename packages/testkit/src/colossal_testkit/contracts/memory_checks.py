@@ -1,0 +1,258 @@
+"""What the ranks do for the contract of memory managers. Module-level, so that workers find it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import attrs
+import torch
+from torch import nn
+
+from colossal_core.errors import NonFiniteError
+from colossal_testkit.contracts.engine import engine_of
+from colossal_testkit.memory import LiveBytes
+from colossal_testkit.models import GPT, TokenLoss, Workload, build_workload, randomise
+from colossal_testkit.parity import Recipe, boost_workload, digest_of, share_of
+from colossal_testkit.pool.groups import list_groups
+from colossal_testkit.traffic import Traffic, measure_traffic
+
+if TYPE_CHECKING:
+    from colossal_core.plugins import Registry
+    from colossal_core.runtime.booster import Booster
+
+__all__ = [
+    "Coverage",
+    "StepCost",
+    "build_large",
+    "build_warm",
+    "keep_training_after_release",
+    "measure_coverage",
+    "measure_live_bytes",
+    "measure_step",
+    "meet_non_finite",
+    "watch_identities",
+    "watch_untouched",
+]
+
+MakeRegistry = Callable[[], "Registry"]
+
+# Large enough that flags, counters and padding stay below a thousandth of the traffic, a hundredth of the
+# memory.
+_VOCABULARY, _WIDTH, _HEADS, _LENGTH = 97, 64, 4, 16
+
+
+@final
+@attrs.frozen(kw_only=True)
+class StepCost:
+    """What one step moved.
+
+    Attributes:
+        num_elements: Trainable elements of the serial model.
+        traffic: By the ledger.
+        num_booked: Collectives that the ledger holds for the whole run.
+        num_issued: Collectives that torch saw in the whole run; None when its record was too short.
+    """
+
+    num_elements: int
+    traffic: Traffic
+    num_booked: int
+    num_issued: int | None
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Coverage:
+    """Which elements one rank holds: name and state to half-open ranges of the flattened parameter."""
+
+    ranges: Mapping[tuple[str, str], Sequence[tuple[int, int]]]
+    num_elements: Mapping[str, int]
+
+
+def build_large(*, num_samples: int = 12, num_steps: int = 3) -> Workload:
+    """Build a GPT in fp32 with some 85 thousand trainable elements, under AdamW."""
+    model = GPT(vocabulary=_VOCABULARY, width=_WIDTH, heads=_HEADS, length=_LENGTH)
+    randomise(model, seed=3)
+    source = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(num_steps):
+        ids = torch.randint(0, _VOCABULARY, (num_samples, _LENGTH + 1), generator=source)
+        batches.append((ids[:, :-1], ids[:, 1:]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Workload(model=model, optimizer=optimizer, batches=batches, criterion=TokenLoss())
+
+
+def build_warm(*, name: str, num_warm_steps: int = 2) -> Workload:
+    """Build a workload that has taken some steps already, so that its optimizer has a state."""
+    work = build_workload(name)
+    for inputs, target in work.batches[:num_warm_steps]:
+        work.criterion(work.model(inputs), target).backward()
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+    return attrs.evolve(work, batches=work.batches[num_warm_steps:])
+
+
+def measure_step(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> StepCost:
+    """Return what the last step of a run moved."""
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    num_elements = sum(parameter.numel() for parameter in work.model.parameters() if parameter.requires_grad)
+    _train(booster, work)
+    groups = list_groups(0)
+    counts = [group.num_collectives for group in groups]
+    ledger = engine_of(booster).context.collectives.ledger
+    return StepCost(
+        num_elements=num_elements,
+        traffic=measure_traffic(booster.last_traffic),
+        num_booked=sum(ledger.counts.values()),
+        num_issued=None if None in counts else sum(count or 0 for count in counts),
+    )
+
+
+def measure_live_bytes(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> tuple[int, int]:
+    """Return trainable elements, and bytes alive between two steps besides the batches."""
+    with LiveBytes() as live:
+        booster, work = boost_workload(recipe, pieces, settings, registry)
+        num_elements = sum(
+            parameter.numel() for parameter in work.model.parameters() if parameter.requires_grad
+        )
+        _train(booster, work)
+        live.label("batches", [tensor for batch in work.batches for tensor in batch])
+        report = live.current()
+    return num_elements, report.total_bytes - report.bytes_of("batches")
+
+
+def measure_coverage(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> Coverage:
+    """Return which elements of which state this rank publishes as places, after some steps."""
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    _train(booster, work)
+    ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for place in engine_of(booster).manager.places():
+        held = ranges.setdefault((place.key[1], place.state), [])
+        held.append((place.start, place.start + place.tensor.numel()))
+    table = engine_of(booster).context.table
+    return Coverage(
+        ranges=ranges, num_elements={entry.name: entry.numel for entry in table if entry.trainable}
+    )
+
+
+def watch_untouched(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> list[str]:
+    """Return the parameters whose every bit is as before training."""
+    before = {name: value.detach().clone() for name, value in recipe.build().model.named_parameters()}
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    _train(booster, work)
+    with booster.full_parameters(work.model) as full:
+        return sorted(name for name, value in full.items() if torch.equal(value, before[name]))
+
+
+def watch_identities(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> list[str]:
+    """Return what is another object after boosting and training: names of parameters, or the model."""
+    work = recipe.build()
+    model, kind = work.model, type(work.model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    groups = work.optimizer.param_groups
+    prepared = Recipe(builder=_Given(work))
+    booster, boosted = boost_workload(prepared, pieces, settings, registry)
+    _train(booster, boosted)
+    after = dict(boosted.model.named_parameters(remove_duplicate=False))
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) is not after.get(name))
+    if boosted.model is not model or type(boosted.model) is not kind:
+        changed.append("the model")
+    if boosted.optimizer.param_groups is not groups:
+        changed.append("the parameter groups")
+    return changed
+
+
+def meet_non_finite(
+    recipe: Recipe,
+    pieces: Sequence[object],
+    settings: Mapping[str, object],
+    registry: MakeRegistry | None,
+    guilty: int,
+) -> dict[str, Any]:
+    """Train one step, then one in which a single data rank's gradients are NaN, then one more.
+
+    Returns:
+        ``raised``: the text of the error of the second step, or nothing; ``kept``: whether that step changed
+        no weight; ``skipped``: how many steps the optimizer counts as skipped; ``finite``: whether all
+        weights are finite in the end.
+    """
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    optimizer: Any = work.optimizer
+    raised, kept = "", False
+    for step, batch in enumerate(work.batches[:3]):
+        inputs, target = share_of(batch, booster.data_rank, booster.data_degree)
+        if step == 1 and booster.data_rank == guilty:
+            target = torch.full_like(target, math.nan)
+        work.criterion(work.model(inputs), target).backward()
+        before = _digest(booster, work.model)
+        try:
+            optimizer.step()
+        except NonFiniteError as err:
+            raised = str(err)
+        if step == 1:
+            kept = _digest(booster, work.model) == before
+        optimizer.zero_grad()
+    with booster.full_parameters(work.model) as full:
+        finite = all(bool(torch.isfinite(value).all()) for value in full.values())
+    return {"raised": raised, "kept": kept, "skipped": optimizer.skipped_steps, "finite": finite}
+
+
+def keep_training_after_release(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> tuple[bool, bool]:
+    """Release the model; return whether it has the values that it had, and whether it trains alone."""
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    _train(booster, work)
+    before = _digest(booster, work.model)
+    model = booster.release(work.model)
+    same = digest_of(dict(model.named_parameters())) == before
+    inputs, target = work.batches[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.zero_grad()
+    losses = []
+    for _ in range(2):
+        loss = work.criterion(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return same, losses[1] < losses[0]
+
+
+class _Given:
+    """A builder that returns what is there already, for checks that look at objects before and after."""
+
+    def __init__(self, work: Workload) -> None:
+        """Hold the workload."""
+        self._work = work
+
+    def __call__(self) -> Workload:
+        """Return it."""
+        return self._work
+
+
+def _train(booster: Booster, work: Workload) -> None:
+    """Take a step on every batch, with the Booster's backward."""
+    for batch in work.batches:
+        share = share_of(batch, booster.data_rank, booster.data_degree)
+        booster.forward_backward(work.model, share, work.criterion)
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+    gc.collect()
+
+
+def _digest(booster: Booster, model: nn.Module) -> str:
+    """Return a hash of the full weights; collective."""
+    with booster.full_parameters(model) as full:
+        return digest_of(full)
