@@ -35,3 +35,19 @@ class AbstractExecutor(ABC):
         Returns:
             The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.
         """
+
+    @abstractmethod
+    def evaluate(
+        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None
+    ) -> tuple[torch.Tensor, Any]:
+        """Run forward in evaluation mode without gradients; the modes of all modules are restored.
+
+        Args:
+            model: The boosted model.
+            batch: As for :meth:`run`.
+            criterion: As for :meth:`run`.
+
+        Returns:
+            The mean loss over the global batch (0-d, fp32, the same on every rank), and the outputs of the
+            samples that this data rank brought.
+        """

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from colossal_core.interfaces.border import AbstractBorder
     from colossal_core.interfaces.executor import AbstractExecutor
+    from colossal_core.interfaces.memory import AbstractMemoryManager
     from colossal_core.mesh import GroupSpec, MeshLayout
     from colossal_core.plan import Plan
     from colossal_core.plugins import Finding
@@ -27,8 +28,10 @@ class Proposal:
     """What a strategy is going to do, as a value; the same on every rank but for ``cuts``.
 
     Attributes:
-        cuts: For each parameter that it cuts, the parts that this rank will hold.
-        groups: Groups that it will communicate in; they are created before ``apply``, in this order.
+        cuts: For each parameter or buffer whose entry it changes, the parts that this rank will hold of the
+            serial one; an earlier strategy may leave less of it. Nothing else may be cut.
+        groups: Groups that it will communicate in; they are created before ``apply``, in this order, which
+            all ranks compare.
         volumes: Words that one rank will receive per step, by phase, where it can tell.
         findings: What it has to say; any finding of severity ``"error"`` stops ``boost`` on every rank.
     """
@@ -68,14 +71,31 @@ class AbstractStrategy(ABC):
         """Cut the models in place and write what was done into ``context.table``.
 
         ``Parameter`` objects keep their identity. Called on every rank, in the same order; may communicate.
+        An earlier strategy may have cut a parameter already: what is cut further is held by the intersection
+        of its holders with the ranks of the new cut (``MeshLayout.intersection`` and ``without``), and partial
+        sums along further axes multiply (``MeshLayout.product``).
+
+        The cut model gives a gradient to all ranks that hold a part of a parameter, or to none of them, as the
+        serial model gives one to the whole parameter or to none of it; a zero counts as a gradient.
+
+        Raises:
+            ColossalError: It cannot be done; raised on every rank.
         """
 
-    def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
+    def borders(
+        self, models: Mapping[str, nn.Module], context: Context
+    ) -> Mapping[str, AbstractBorder]:
         """Return the borders that models need, by model name; called after :meth:`apply`."""
         del models, context  # most strategies need none
         return {}
 
-    def executor(self, context: Context) -> AbstractExecutor | None:
-        """Return what runs a step in place of the plain executor, or None; called after :meth:`borders`."""
-        del context  # most strategies leave the step alone
+    def executor(self, context: Context, manager: AbstractMemoryManager) -> AbstractExecutor | None:
+        """Return what runs a step in place of the plain executor, or None; called after :meth:`borders`.
+
+        Args:
+            context: As in :meth:`apply`.
+            manager: The attached memory manager, which an executor that runs several backward passes tells
+                that more will follow (:meth:`~colossal_core.interfaces.AbstractMemoryManager.hold`).
+        """
+        del context, manager  # most strategies leave the step alone
         return None

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final, overload
 
 import torch
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.plan import Plan
+    from colossal_core.runtime.averages import Average
     from colossal_core.runtime.engine import Engine
     from colossal_core.runtime.ledger import Transfer
 
@@ -187,6 +188,56 @@ class Booster:
         with engine.reporting():
             return engine.executor.run(model, batch, criterion, weight)
 
+    @overload
+    def evaluate(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        *,
+        return_outputs: Literal[False] = False,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def evaluate(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        *,
+        return_outputs: Literal[True],
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        *,
+        return_outputs: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Evaluate on this rank's share of a batch: evaluation mode, no gradients, modes restored afterwards.
+
+        Args:
+            model: A boosted model.
+            batch: As for :meth:`forward_backward`.
+            criterion: As for :meth:`forward_backward`.
+            return_outputs: Also return the outputs of this data rank's samples.
+
+        Returns:
+            The mean loss over the global batch: 0-d, fp32, the same on every rank; with ``return_outputs`` a
+            pair of it and the outputs.
+
+        Raises:
+            UsageError: The batch, the criterion or the loss is not as described.
+            RankMismatchError: It is so on another rank.
+        """
+        engine = self._built("evaluate")
+        self._check_model(model)
+        with engine.reporting():
+            loss, outputs = engine.executor.evaluate(model, batch, criterion)
+        return (loss, outputs) if return_outputs else loss
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Launch no reduction from inside backward in this context: more passes follow before ``step()``.
@@ -220,6 +271,19 @@ class Booster:
         """Return a context that shows every parameter of a model whole, by serial name; edits are kept."""
         self._check_model(model)
         return self._built("full_parameters").manager.full_parameters(model)
+
+    def average(self, model: nn.Module, decay: float) -> Average:
+        """Return a running average of a model's parameters that follows every real step from now on.
+
+        It is sharded as the model is. ``with average.applied():`` evaluates with it.
+
+        Args:
+            model: A boosted model.
+            decay: Weight of the past, e.g. 0.999.
+        """
+        engine = self._built("average")
+        self._check_model(model)
+        return engine.add_average(model, decay)
 
     # --- where this rank is ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 from colossal_core.errors import NonFiniteError, UsageError
+from colossal_core.runtime.averages import Average
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class Engine:
         self.optimizers: list[BoostedOptimizer] = []
         self.handles: list[RemovableHandle] = []
         self.num_steps = 0
+        self._averages: list[tuple[int, Average]] = []
         self._agreement = agreement
         self._observers = observers
 
@@ -68,12 +70,29 @@ class Engine:
         """Tell observers that a step is about to be taken."""
         self._observers.before_step_taken(self.num_steps)
 
-    def after_step(self, metrics: Mapping[str, object], *, is_first: bool) -> None:
-        """Close the ledger's step, and tell observers; steps are counted by the first optimizer."""
+    def after_step(self, optimizer: int, metrics: Mapping[str, object]) -> None:
+        """Close the ledger's step, follow with averages, tell observers; the first optimizer counts steps."""
         self.context.collectives.ledger.end_step()
+        for followed, average in self._averages:
+            if optimizer == followed:
+                average.update()
         self._observers.after_step_taken(self.num_steps, metrics)
-        if is_first:
+        if optimizer == 0:
             self.num_steps += 1
+
+    def add_average(self, model: nn.Module, decay: float) -> Average:
+        """Start a running average of a model; it is updated after real steps of the model's optimizers."""
+        mine = set(model.parameters())
+        table = self.context.table
+        places = [place for place in self.manager.places() if table.tensor(table[place.key]) in mine]
+        average = Average(places, decay)
+        followed = {
+            index
+            for index, optimizer in enumerate(self.optimizers)
+            if any(parameter in mine for group in optimizer.param_groups for parameter in group["params"])
+        }
+        self._averages.append((min(followed, default=0), average))
+        return average
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils import _pytree as pytree
 
-from colossal_core.errors import ColossalError, RankMismatchError, UsageError
+from colossal_core.errors import ColossalError, UsageError
 from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
-from colossal_core.runtime.batches import Weight, loss_of, loss_weight, split_batch
+from colossal_core.runtime.batches import Call, Weight, loss_of, loss_weight, split_batch
 
 if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.runtime.agreement import Agreement
+    from colossal_core.runtime.collectives import Pending
     from colossal_core.runtime.context import Context
 
 __all__ = ["PlainExecutor"]
@@ -55,61 +56,104 @@ class PlainExecutor(AbstractExecutor):
             UsageError: The batch, the criterion or the loss is not as documented; on the rank where it is so.
             RankMismatchError: It is so on another rank.
         """
-        collectives = self._context.collectives
-        share: float | None = math.nan
-        total = torch.full((), math.nan, dtype=torch.float64)
+        call, share, weights = self._weigh(batch, criterion, weight)
+        outputs = model(*call.args, **call.kwargs)
+        loss = self._loss(outputs, call, criterion, needs_gradient=True)
+        if share == 0:  # no valid target here: take part with zero gradients, whatever 0 / 0 the loss is
+            loss = _zero_through(outputs, loss)
+        part = self._part(share, weights)
+        mean = loss.detach().double() * part
+        pending = self._context.collectives.all_reduce(mean, self._group, phase="loss")
+        (loss * (part * self._degree).to(loss.dtype)).backward()
+        pending.wait()
+        self._check(mean, weights)
+        return mean.to(torch.float32)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`."""
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                call, share, weights = self._weigh(batch, criterion, None)
+                outputs = model(*call.args, **call.kwargs)
+                loss = self._loss(outputs, call, criterion, needs_gradient=False)
+                mean = torch.zeros_like(weights[0]) if share == 0 else loss.double()
+                mean = mean * self._part(share, weights)
+                self._context.collectives.all_reduce(mean, self._group, phase="loss").wait()
+                self._check(mean, weights)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return mean.to(torch.float32), outputs
+
+    # --- the two messages ----------------------------------------------------------------------------------
+
+    def _weigh(
+        self, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
+    ) -> tuple[Call, float | None, tuple[torch.Tensor, Pending]]:
+        """Read the batch and start to sum the weights of all ranks; NaN says that this rank cannot."""
+        share: float | None = None
         try:
             call = split_batch(batch, self._context.mesh.device)
             share = loss_weight(batch, call, criterion, weight)
-            total.fill_(1.0 / self._group.size if share is None else share)
         except ColossalError as err:
-            self._fail(total, err)
+            self._fail(err)
             raise
-        total = total.to(self._context.mesh.device)
-        pending = collectives.all_reduce(total, self._group, phase="loss")
-        outputs = model(*call.args, **call.kwargs)
-        mean = torch.full_like(total, math.nan)
+        own = 1.0 / self._group.size if share is None else share
+        total = torch.full((), own, dtype=torch.float64, device=self._context.mesh.device)
+        return call, share, (total, self._context.collectives.all_reduce(total, self._group, phase="loss"))
+
+    def _loss(
+        self,
+        outputs: Any,
+        call: Call,
+        criterion: Callable[..., torch.Tensor] | None,
+        *,
+        needs_gradient: bool,
+    ) -> torch.Tensor:
+        """Return the loss of this rank, or let the others know that there is none."""
         try:
             loss = loss_of(outputs, call, criterion)
-            if not loss.requires_grad:
+            if needs_gradient and not loss.requires_grad:
                 raise UsageError(
                     "the loss does not require gradients",
                     hint="call it outside torch.no_grad, with trainable weights",
                 )
-            if share == 0:  # no valid target here: take part with zero gradients, whatever 0 / 0 the loss is
-                loss = _zero_through(outputs, loss)
         except ColossalError as err:
-            self._fail(mean, err)
+            self._fail(err)
             raise
-        pending.wait()
-        everything = float(total)
-        if not everything > 0:
-            self._explain(everything)
-        part = (1.0 if share is None else share) / everything
-        mean = loss.detach().double() * part
-        pending = collectives.all_reduce(mean, self._group, phase="loss")
-        (loss * (part * self._degree)).backward()
-        pending.wait()
-        if not bool(torch.isfinite(mean)):
-            self._agreement.raise_noted_failure()
-        return mean.to(torch.float32)
+        return loss
 
-    def _fail(self, message: torch.Tensor, error: ColossalError) -> None:
+    @staticmethod
+    def _part(share: float | None, weights: tuple[torch.Tensor, Pending]) -> torch.Tensor:
+        """Return which part of the global mean this rank's loss is: 0-d fp64, on the device."""
+        total, pending = weights
+        pending.wait()
+        return (1.0 if share is None else share) / total
+
+    def _check(self, mean: torch.Tensor, weights: tuple[torch.Tensor, Pending]) -> None:
+        """Raise when a rank could not take part, or when nothing counted; a loss may be NaN by itself."""
+        if bool(torch.isfinite(mean)):
+            return
+        self._agreement.raise_noted_failure()
+        total = float(weights[0])
+        if not total > 0:
+            raise UsageError(
+                f"the weights of all ranks sum to {total}: no rank has a target that counts",
+                hint="skip this batch on all ranks, or check ignore_index and the targets",
+            )
+
+    def _fail(self, error: ColossalError) -> None:
         """Let the other ranks know why this one cannot go on, in place of the message that they wait for."""
         self._agreement.note_failure(error)
+        message = torch.full((), math.nan, dtype=torch.float64, device=self._context.mesh.device)
         self._context.collectives.all_reduce(message, self._group, phase="loss").wait()
-
-    def _explain(self, total: float) -> None:
-        """Raise for a sum of weights that is not positive."""
-        self._agreement.raise_noted_failure()
-        if math.isnan(total):
-            raise RankMismatchError(
-                "another rank could not read its batch", hint="see the output of that rank"
-            )
-        raise UsageError(
-            f"the weights of all ranks sum to {total}: no rank has a target that counts",
-            hint="skip this batch on all ranks, or check ignore_index and the targets",
-        )
 
 
 def _zero_through(outputs: Any, loss: torch.Tensor) -> torch.Tensor:

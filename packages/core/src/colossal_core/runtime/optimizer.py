@@ -98,7 +98,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         manager.step(self._index, scale=factor)
         self._clip, self.stepped = None, True
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
-        self._engine.after_step({"grad_norm": norm}, is_first=self._index == 0)
+        self._engine.after_step(self._index, {"grad_norm": norm})
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Reduce the gradients now and clip them in the coming :meth:`step`; collective over all ranks.
