@@ -142,9 +142,6 @@ class ParameterTable:
         Raises:
             UsageError: Two different parameters share memory.
         """
-        averaged = [axis for axis in layout.axes if axis.gradients == "average"]
-        reduce = GroupSpec(tuple(axis.name for axis in layout.axes if axis.gradients != "none"))
-        divisor = math.prod(axis.degree for axis in averaged)
         names: dict[torch.Tensor, list[Key]] = {}
         kinds: dict[torch.Tensor, Literal["parameter", "buffer"]] = {}
         units: dict[Key, str] = {}
@@ -173,8 +170,8 @@ class ParameterTable:
                 # A tensor tied across blocks is needed by several units: it belongs to the root.
                 unit=units[keys[0]] if len({units[key] for key in keys}) == 1 else "",
                 parts=(whole_part(tensor.shape, everyone),),
-                reduce=reduce,
-                divisor=divisor,
+                reduce=layout.gradient_group,
+                divisor=layout.gradient_divisor,
             )
             entries.append((entry, tensor))
         return cls(entries, layout)
@@ -234,8 +231,8 @@ class ParameterTable:
             tensor: New local tensor object, where identity could not be kept.
 
         Raises:
-            UsageError: A part lies outside the parameter or outside the local tensor, or two parts overlap in
-                it.
+            UsageError: A part lies outside the parameter or the local tensor, two parts overlap, or the
+                divisor is below 1.
         """
         if self._closed:
             raise ColossalError(
@@ -249,13 +246,21 @@ class ParameterTable:
             self._keys[tensor] = entry.key
         changed = evolve(
             entry,
-            parts=entry.parts if parts is None else tuple(parts),
-            reduce=entry.reduce if reduce is None else reduce,
+            parts=entry.parts if parts is None else tuple(map(self._normalise, parts)),
+            reduce=entry.reduce if reduce is None else self.layout.normalise(reduce),
             divisor=entry.divisor if divisor is None else divisor,
         )
         check_parts(changed, self._tensors[entry.key].shape)
         self._entries[entry.key] = changed
         return changed
+
+    def _normalise(self, part: Part) -> Part:
+        """Return a part with one spec for one group.
+
+        Gradients are reduced in lanes by spec; two lanes on one communicator would have no common order.
+        """
+        normal = self.layout.normalise
+        return evolve(part, holders=normal(part.holders), sum_over=normal(part.sum_over))
 
     def close(self) -> None:
         """Allow no further cuts."""
@@ -278,34 +283,67 @@ def whole_part(shape: Iterable[int], holders: GroupSpec) -> Part:
 
 
 def check_parts(entry: Entry, local_shape: Iterable[int]) -> None:
-    """Refuse parts that leave the parameter or the local tensor, or that overlap in the local tensor.
+    """Refuse parts that leave the parameter or the local tensor, or that overlap in either.
 
     Raises:
         UsageError: As said, naming the parameter and the numbers.
     """
-    shape, local = tuple(entry.shape), tuple(local_shape)
-    seen: list[Box] = []
-    for part in entry.parts:
-        inside = Box(part.local, part.box.size)
-        for box, limits, where in (
-            (part.box, shape, "its global shape"),
-            (inside, local, "the local tensor"),
-        ):
-            ends = [start + length for start, length in zip(box.offset, box.size, strict=True)]
-            if len(box.offset) != len(limits) or any(
-                end > limit for end, limit in zip(ends, limits, strict=True)
+    where = f"of {entry.kind} {entry.name!r}"
+    if entry.divisor < 1:
+        raise UsageError(
+            f"the divisor {where} is {entry.divisor}", hint="it is a number of ranks, at least 1"
+        )
+    for limits, space, boxes in (
+        (tuple(entry.shape), "its global shape", [part.box for part in entry.parts]),
+        (tuple(local_shape), "the local tensor", [Box(part.local, part.box.size) for part in entry.parts]),
+    ):
+        whole = Box((0,) * len(limits), limits)
+        for index, box in enumerate(boxes):
+            if {len(box.offset), len(box.size)} != {len(limits)} or (
+                box.volume and box.intersect(whole) != box
             ):
                 raise UsageError(
-                    f"part {box} of parameter {entry.name!r} reaches outside {where} {limits}",
+                    f"part {box} {where} reaches outside {space} {limits}",
                     hint="correct the strategy that wrote it",
                 )
-        for other in seen:
-            if other.intersect(inside) is not None:
+            if any(box.intersect(other) is not None for other in boxes[:index]):
                 raise UsageError(
-                    f"parts {other} and {inside} of parameter {entry.name!r} overlap in the local tensor",
+                    f"part {box} {where} overlaps another part in {space} {limits}",
                     hint="correct the strategy that wrote them",
                 )
-        seen.append(inside)
+
+
+def check_groups(entry: Entry, layout: MeshLayout, rank: int) -> None:
+    """Refuse groups that contradict each other, which would make norms or gradients silently wrong.
+
+    Whoever takes part in a sum of a part's gradient holds that part afterwards, and counts in one sum only.
+
+    Args:
+        entry: What ``rank`` holds of a parameter; buffers have no gradient and pass.
+        layout: Axes of the run.
+        rank: Global rank that holds it.
+
+    Raises:
+        UsageError: As said, naming the parameter and the ranks.
+    """
+    if entry.kind == "buffer":
+        return
+    reduce = layout.members(entry.reduce, rank)
+    for part in entry.parts:
+        holders, sharers = layout.members(part.holders, rank), layout.members(part.sum_over, rank)
+        for ranks, word in ((reduce, "reduced over"), (sharers, "summed over")):
+            if not set(ranks) <= set(holders):
+                raise UsageError(
+                    f"the gradient of {entry.name!r} is {word} ranks {ranks}, "
+                    f"but {part.box} is held by {holders}",
+                    hint="holders are all ranks that have this very box after the step's sums",
+                )
+        if set(reduce) & set(sharers) != {rank}:
+            raise UsageError(
+                f"the gradient of {entry.name!r} is reduced over ranks {reduce} and summed over {sharers}, "
+                "which would count some of it twice",
+                hint="let sum_over name axes that reduce does not",
+            )
 
 
 def refuse_shared_memory(names: Mapping[torch.Tensor, list[Key]]) -> None:
