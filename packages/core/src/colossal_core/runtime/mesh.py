@@ -39,6 +39,7 @@ class Group:
         index: Position of this rank among ``ranks``.
         handle: torch's process group, or None for a group of one.
         backend: ``"gloo"``, ``"nccl"``, …, or ``"none"`` for a group of one.
+        device: Where this rank's tensors are.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Group:
     index: int
     handle: dist.ProcessGroup | None
     backend: str
+    device: torch.device
 
     @property
     def size(self) -> int:
@@ -74,7 +76,7 @@ class Mesh:
         self.rank = rank
         self.device = device
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._groups: dict[tuple[tuple[tuple[int, ...], ...], str], Group] = {}
+        self._groups: dict[tuple[GroupSpec, str], Group] = {}
         self._device_mesh: DeviceMesh | None = None
 
     def group(self, spec: GroupSpec, channel: str = CONTROL) -> Group:
@@ -82,10 +84,12 @@ class Mesh:
 
         Collective on first use of a (spec, channel): every rank of the world calls it, in the same order.
         """
-        members = self.layout.enumerate(spec)
-        key = (members, channel)
+        key = (spec, channel)
         if key not in self._groups:
-            self._groups[key] = self._create(spec, members, channel)
+            normal = self.layout.normalise(spec)
+            if (normal, channel) not in self._groups:
+                self._groups[normal, channel] = self._create(normal, channel)
+            self._groups[key] = self._groups[normal, channel]
         return self._groups[key]
 
     def everyone(self, channel: str = CONTROL) -> Group:
@@ -113,17 +117,21 @@ class Mesh:
                 self._device_mesh = init_device_mesh(self.device.type, (1,), mesh_dim_names=names)
         return self._device_mesh
 
-    def _create(self, spec: GroupSpec, members: tuple[tuple[int, ...], ...], channel: str) -> Group:
-        """Create the process groups of all ranks in one agreed order and return this rank's."""
-        axes = self.layout.expand(spec.axes)
-        name = "+".join(axes) or "self"
+    def _create(self, spec: GroupSpec, channel: str) -> Group:
+        """Create the process groups of all ranks in one agreed order and return this rank's.
+
+        Args:
+            spec: In normal form.
+            channel: What the groups are for.
+        """
+        name = "+".join(spec.axes) or "self"
         if spec.blocks is not None:
             name += "(blocks)"
         if channel != CONTROL:
             name += f"/{channel}"
         mine: tuple[int, ...] = (self.rank,)
         handle: dist.ProcessGroup | None = None
-        for ranks in members:
+        for ranks in self.layout.enumerate(spec):
             if len(ranks) == 1:
                 continue
             if len(ranks) == self.layout.world_size and channel == CONTROL:
@@ -133,4 +141,4 @@ class Mesh:
             if self.rank in ranks:
                 mine, handle = ranks, created
         backend = "none" if handle is None else dist.get_backend(handle)
-        return Group(name, mine, mine.index(self.rank), handle, backend)
+        return Group(name, mine, mine.index(self.rank), handle, backend, self.device)

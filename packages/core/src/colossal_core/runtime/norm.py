@@ -22,7 +22,7 @@ from colossal_core.errors import UsageError
 if TYPE_CHECKING:
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Group
-    from colossal_core.runtime.table import Entry, ParameterTable, Place
+    from colossal_core.runtime.table import ParameterTable, Place
 
 __all__ = ["NormPiece", "clip_factor", "gradient_norm", "non_finite_names", "norm_pieces"]
 
@@ -91,13 +91,13 @@ def gradient_norm(
     """
     if not norm_type > 0:
         raise UsageError(f"norm_type is {norm_type!r}", hint="use a positive order, such as 2.0 or math.inf")
-    device = pieces[0].tensor.device if pieces else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=everyone.device)
     if math.isinf(norm_type):
         for piece in pieces:
             if piece.tensor.numel():
                 largest = torch.linalg.vector_norm(piece.tensor, math.inf).double() * piece.scale
-                total = torch.maximum(total, torch.nan_to_num(largest, nan=math.inf))
+                # The larger of two numbers is no NaN on every backend; an infinity tells the same.
+                total = torch.maximum(total, largest.nan_to_num(nan=math.inf, posinf=math.inf))
         collectives.all_reduce(total, everyone, phase="norm", op="max").wait()
         return float(total)
     for piece in pieces:
@@ -176,11 +176,3 @@ def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormP
             if common is not None:
                 inside = common.shifted([-start for start in box.offset])
                 yield NormPiece(window[inside.slices], weight, scale, (entry.name,))
-
-
-def describe_non_finite(names: Iterable[tuple[int, Sequence[str]]], entries: Iterable[Entry]) -> str:
-    """Say which parameters have a non-finite gradient, over all ranks, in the order of the model."""
-    wanted = {name for _, found in names for name in found}
-    ordered = [entry.name for entry in entries if entry.name in wanted]
-    shown = ", ".join(repr(name) for name in ordered[:5])
-    return shown + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
