@@ -72,19 +72,17 @@ class AbstractStrategy(ABC):
 
         ``Parameter`` objects keep their identity. Called on every rank, in the same order; may communicate.
         An earlier strategy may have cut a parameter already: what is cut further is held by the intersection
-        of its holders with the ranks of the new cut (``MeshLayout.intersection`` and ``without``), and partial
-        sums along further axes multiply (``MeshLayout.product``).
+        of its holders with the ranks of the new cut (``MeshLayout.intersection`` and ``without``), and
+        partial sums along further axes multiply (``MeshLayout.product``).
 
-        The cut model gives a gradient to all ranks that hold a part of a parameter, or to none of them, as the
-        serial model gives one to the whole parameter or to none of it; a zero counts as a gradient.
+        The cut model gives a gradient to all ranks that hold a part of a parameter, or to none of them, as
+        the serial model gives one to the whole parameter or to none of it; a zero counts as a gradient.
 
         Raises:
             ColossalError: It cannot be done; raised on every rank.
         """
 
-    def borders(
-        self, models: Mapping[str, nn.Module], context: Context
-    ) -> Mapping[str, AbstractBorder]:
+    def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
         """Return the borders that models need, by model name; called after :meth:`apply`."""
         del models, context  # most strategies need none
         return {}

@@ -9,7 +9,9 @@ executor.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import frozen
 
-from colossal_core.errors import PluginError, UsageError
+from colossal_core.errors import CapabilityError, PluginError, UsageError
 from colossal_core.interfaces import (
     AbstractBorder,
     AbstractExecutor,
@@ -37,7 +39,7 @@ from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.precision import Precision, cast_borders
-from colossal_core.runtime.table import ParameterTable
+from colossal_core.runtime.table import ParameterTable, check_groups
 
 if TYPE_CHECKING:
     from colossal_core.plan import Plan, PlannedPiece
@@ -55,14 +57,14 @@ class _Proposed:
     Attributes:
         layout: Axes of the run.
         table: Serial entries.
-        strategies: Strategies with their proposals, in order of application.
+        strategies: Strategies with their names and proposals, in order of application.
         manager: The memory manager, not attached yet.
         precision: Dtypes.
     """
 
     layout: MeshLayout
     table: ParameterTable
-    strategies: tuple[tuple[AbstractStrategy, Proposal], ...]
+    strategies: tuple[tuple[str, AbstractStrategy, Proposal], ...]
     manager: AbstractMemoryManager
     precision: Precision
 
@@ -80,7 +82,8 @@ def build_engine(
         agreement: How ranks compare before they communicate.
 
     Raises:
-        ColossalError: The objects, the plan or the ranks do not fit; on every rank, with nothing changed.
+        ColossalError: The objects, the plan or the ranks do not fit; on every rank, and with nothing changed
+            unless a strategy fails while it cuts.
     """
     agreement.compare("plugins and versions", registry.agreement_lines(), explain_disagreement)
     rows = [f"{key} = {value}" for key, value, _ in plan.rows()]
@@ -88,6 +91,7 @@ def build_engine(
     proposed = agreement.attempt("boost", lambda: _propose(objects, plan, world))
     lines = [*proposed.table.agreement_lines(), *_optimizer_lines(objects, proposed.table)]
     agreement.compare("the model", lines, explain_disagreement)
+    agreement.compare("the groups of strategies", _group_lines(proposed), explain_disagreement)
 
     for model in objects.models.values():
         model.to(world.device)
@@ -100,18 +104,11 @@ def build_engine(
         precision=proposed.precision,
     )
     _make_equal(context, agreement)
-    for strategy, proposal in proposed.strategies:
-        for spec in proposal.groups:
-            mesh.group(spec)
-        strategy.apply(objects.models, proposal, context)
-    proposed.table.close()
+    _apply(objects, proposed, context, agreement)
     _create_groups(context, agreement, len(objects.optimizers))
     proposed.manager.attach(objects.models, objects.optimizers, context)
-    borders = [strategy.borders(objects.models, context) for strategy, _ in proposed.strategies]
-    executors = [strategy.executor(context) for strategy, _ in proposed.strategies]
-    executor: AbstractExecutor = next(
-        (found for found in executors if found), PlainExecutor(context, agreement)
-    )
+    borders = [strategy.borders(objects.models, context) for _, strategy, _ in proposed.strategies]
+    executor = _choose_executor(proposed, context) or PlainExecutor(context, agreement)
     engine = Engine(
         context=context,
         manager=proposed.manager,
@@ -145,7 +142,10 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
                 raise UsageError(finding.message, hint=finding.hint, code=finding.code)
             if world.rank == 0:
                 warnings.warn(f"{piece.record.name}: {finding.message}", stacklevel=6)
-        strategies.append((strategy, proposal))
+        for key in proposal.cuts:
+            table[key]  # raises for a name that no model has
+        _refuse_partial_shapes(objects, table, piece.name, proposal)
+        strategies.append((piece.name, strategy, proposal))
     manager: AbstractMemoryManager = _make(plan.memory, AbstractMemoryManager)
     return _Proposed(
         layout=layout, table=table, strategies=tuple(strategies), manager=manager, precision=precision
@@ -167,6 +167,93 @@ def _make(piece: PlannedPiece, interface: type) -> Any:
         )
     build: Callable[[object], object] = kind
     return build(piece.options)
+
+
+def _refuse_partial_shapes(objects: Objects, table: ParameterTable, name: str, proposal: Proposal) -> None:
+    """Refuse to cut a parameter whose optimizer needs to see it whole; it would compute something else.
+
+    Raises:
+        CapabilityError: Naming the parameter, the strategy and the optimizer.
+    """
+    cut = {
+        table[key].key
+        for key, parts in proposal.cuts.items()
+        if any(part.box.size != table[key].shape for part in parts)
+    }
+    for optimizer in objects.optimizers:
+        if optimizer_spec(optimizer).shapes == "flat":
+            continue
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            entry = table.entry_of(parameter)
+            if entry is not None and entry.key in cut and entry.trainable:
+                raise CapabilityError(
+                    f"optimizer {type(optimizer).__name__} needs whole parameters, "
+                    f"and strategy {name!r} cuts {entry.name!r} of shape {entry.shape}",
+                    hint="use an elementwise optimizer such as AdamW for this parameter",
+                )
+
+
+def _group_lines(proposed: _Proposed) -> list[str]:
+    """Describe the groups of all strategies, which all ranks create in this order."""
+    return [
+        f"strategy {name} group {number}: {spec.axes} {'whole' if spec.blocks is None else spec.blocks}"
+        for name, _, proposal in proposed.strategies
+        for number, spec in enumerate(proposal.groups)
+    ]
+
+
+def _apply(objects: Objects, proposed: _Proposed, context: Context, agreement: Agreement) -> None:
+    """Let each strategy cut, and close the table.
+
+    Raises:
+        ColossalError: A strategy failed, or wrote what cannot be; on every rank.
+    """
+    for name, strategy, proposal in proposed.strategies:
+        for spec in proposal.groups:
+            context.mesh.group(spec)
+        cut = functools.partial(_cut, name, strategy, proposal, objects, context)
+        agreement.attempt(f"strategy {name}", cut)
+    proposed.table.close()
+
+
+def _cut(
+    name: str, strategy: AbstractStrategy, proposal: Proposal, objects: Objects, context: Context
+) -> None:
+    """Let one strategy cut, and check what it wrote into the table.
+
+    Raises:
+        PluginError: It changed the entry of a parameter that it had not proposed to cut.
+        UsageError: Groups in the table contradict each other.
+    """
+    table = context.table
+    before = {entry.key: entry for entry in table}
+    strategy.apply(objects.models, proposal, context)
+    proposed = {table[key].key for key in proposal.cuts}
+    for entry in table:
+        if entry is before[entry.key]:
+            continue
+        if entry.key not in proposed:
+            raise PluginError(
+                f"strategy {name!r} cut {entry.name!r} without having proposed it",
+                hint="name it in Proposal.cuts: what is refused before anything changes depends on that",
+            )
+        check_groups(entry, table.layout, context.mesh.rank)
+
+
+def _choose_executor(proposed: _Proposed, context: Context) -> AbstractExecutor | None:
+    """Return the executor that a strategy brings, or None.
+
+    Raises:
+        UsageError: Several bring one.
+    """
+    found = {name: strategy.executor(context, proposed.manager) for name, strategy, _ in proposed.strategies}
+    brought = {name: executor for name, executor in found.items() if executor is not None}
+    if len(brought) > 1:
+        raise UsageError(
+            f"strategies {', '.join(map(repr, brought))} each bring their own way to run a step",
+            hint="keep one of them",
+        )
+    return next(iter(brought.values()), None)
 
 
 def _check_owners(
