@@ -63,6 +63,25 @@ class Program:
         path.write_text(text, encoding="utf-8")
         return path
 
+    def install(
+        self, name: str, source: str, *, version: str = "1.0", requires: str = "colossal-core>=0.1"
+    ) -> None:
+        """Put a distribution with one plugin on the path, as an installer would leave it.
+
+        Args:
+            name: Name of the plugin; its distribution is ``acme-NAME`` and its module ``acme_NAME``.
+            source: Its light module.
+            version: Version of the distribution.
+            requires: Its one requirement.
+        """
+        module = f"acme_{name.replace('-', '_')}"
+        self.write(f"site/{module}.py", source)
+        metadata = f"acme_{name}-{version}.dist-info"
+        text = f"Metadata-Version: 2.1\nName: acme-{name}\nVersion: {version}\nRequires-Dist: {requires}\n"
+        self.write(f"site/{metadata}/METADATA", text)
+        self.write(f"site/{metadata}/entry_points.txt", f"[colossal.plugins]\n{name} = {module}\n")
+        self.environ["PYTHONPATH"] = str(self.directory / "site")
+
     def command(self, *args: str) -> list[str]:
         """Return the command line."""
         return [sys.executable, "-m", "colossal_cli", *args]

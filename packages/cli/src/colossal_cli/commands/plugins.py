@@ -97,6 +97,23 @@ def disable(ctx: Context, name: str, why: str) -> None:
     ctx.exit(_switch(ctx.obj, name, is_enabled=False, why=why))
 
 
+@plugins.command("doctor")
+@click.argument("name", required=False, default="")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.pass_context
+def examine_plugin(ctx: Context, name: str, *, as_json: bool) -> None:
+    """Import everything that a plugin names, check it, and time its light module.
+
+    Without NAME: every plugin. Exit code 1 when something is broken.
+    """
+    from colossal_cli.commands.plugins_doctor import examine
+
+    known = [status.name for status in ctx.obj.registry.describe()]
+    if name and name not in known:
+        raise _explain_unknown(name, known)
+    ctx.exit(examine(ctx.obj, name, as_json=as_json))
+
+
 # ------------------------------------------------------------------------------------------------ showing
 
 
