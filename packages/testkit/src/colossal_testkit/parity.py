@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import attrs
 import torch
 
+from colossal_testkit.engine import engine_of
 from colossal_testkit.models import Workload
 from colossal_testkit.ranks import run_ranks
 
@@ -32,12 +33,14 @@ __all__ = [
     "Loop",
     "ParityError",
     "Recipe",
+    "Slab",
     "Tolerance",
     "Trace",
     "boost_workload",
     "check_parity",
     "compare_traces",
     "digest_of",
+    "join_slabs",
     "reference_trace",
     "share_of",
     "train_boosted",
@@ -127,20 +130,42 @@ class Recipe:
 
 @final
 @attrs.frozen(kw_only=True, eq=False)
+class Slab:
+    """A box of a parameter, with its values.
+
+    Attributes:
+        shape: Of the whole parameter.
+        offset: First index of the box along each dim.
+        values: Of the box's shape.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: torch.Tensor
+
+
+@final
+@attrs.frozen(kw_only=True, eq=False)
 class Trace:
-    """What a run reports.
+    """What a run reports on one rank.
 
     Attributes:
         losses: Of each step, over the global batch; 0-d, in the dtype that they came in.
         norms: Gradient norm of each step, before clipping.
-        weights: By serial name at the end, on rank 0; empty elsewhere.
-        digest: Of all weights, equal on all ranks.
+        slabs: By serial name, what the rank holds of each weight at the end; one whole box where nothing is
+            cut.
     """
 
     losses: Sequence[torch.Tensor]
     norms: Sequence[float]
-    weights: Mapping[str, torch.Tensor]
-    digest: str
+    slabs: Mapping[str, Sequence[Slab]]
+
+    @property
+    def digest(self) -> str:
+        """A hash of names and exact values of the weights that the rank holds."""
+        return digest_of(
+            {name: torch.cat([s.values.flatten() for s in held]) for name, held in self.slabs.items()}
+        )
 
 
 def check_parity(
@@ -152,7 +177,7 @@ def check_parity(
     registry: Callable[[], Registry] | None = None,
     tolerance: Tolerance = FP64,
     timeout_seconds: float = 30.0,
-) -> Trace:
+) -> list[Trace]:
     """Run a recipe through a Booster on many ranks and compare with one plain process.
 
     Args:
@@ -165,7 +190,7 @@ def check_parity(
         timeout_seconds: For each of the two runs.
 
     Returns:
-        The trace of rank 0.
+        The traces of all ranks.
 
     Raises:
         ParityError: Something differs, from the reference or between ranks.
@@ -179,9 +204,8 @@ def check_parity(
         registry,
         timeout_seconds=timeout_seconds,
     )
-    _compare_ranks(traces)
-    compare_traces(traces[0], reference_trace(recipe), tolerance)
-    return traces[0]
+    compare_traces(traces, reference_trace(recipe), tolerance)
+    return traces
 
 
 @functools.lru_cache(maxsize=128)
@@ -203,8 +227,8 @@ def train_serial(recipe: Recipe) -> Trace:
             torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.max_grad_norm, recipe.norm_type)
         work.optimizer.step()
         work.optimizer.zero_grad(set_to_none=recipe.sets_to_none)
-    weights = {name: parameter.detach().clone() for name, parameter in work.model.named_parameters()}
-    return Trace(losses=losses, norms=norms, weights=weights, digest=digest_of(weights))
+    slabs = {name: [_whole(parameter)] for name, parameter in work.model.named_parameters()}
+    return Trace(losses=losses, norms=norms, slabs=slabs)
 
 
 def boost_workload(
@@ -261,10 +285,7 @@ def train_boosted(
         optimizer.step()
         norms.append(float(optimizer.grad_norm if by_hand is None else by_hand))
         optimizer.zero_grad(set_to_none=recipe.sets_to_none)
-    with booster.full_parameters(work.model) as full:
-        weights = {name: value.detach().clone() for name, value in full.items()}
-    digest = digest_of(weights)
-    return Trace(losses=losses, norms=norms, weights=weights if booster.is_first else {}, digest=digest)
+    return Trace(losses=losses, norms=norms, slabs=_collect_slabs(booster, work.model))
 
 
 def share_of(batch: Any, rank: int, degree: int, *, equal: bool = False) -> Any:
@@ -288,34 +309,65 @@ def share_of(batch: Any, rank: int, degree: int, *, equal: bool = False) -> Any:
     return _map_tensors(cut, batch)
 
 
-def compare_traces(trace: Trace, reference: Trace, tolerance: Tolerance) -> None:
-    """Compare losses, gradient norms and weights.
+def compare_traces(traces: Sequence[Trace], reference: Trace, tolerance: Tolerance) -> None:
+    """Compare losses, gradient norms and weights of a run with its reference, and its ranks with each other.
 
     Raises:
-        ParityError: Something differs by more than the tolerance; lists every such thing, the worst first.
+        ParityError: Something differs by more than the tolerance; lists every such thing, the worst first. Or
+            ranks report different bits of what they should have in common.
     """
-    findings = sorted(_differences(trace, reference, tolerance), reverse=True)
+    for rank, trace in enumerate(traces[1:], start=1):
+        _compare_numbers(trace, traces[0], rank)
+    findings = sorted(_differences(traces, reference, tolerance), reverse=True)
     if findings:
         lines = "\n".join(f"  {text}" for _, text in findings[:20])
         head = f"{len(findings)} differences from one plain process ({tolerance.name}: {tolerance.reason})"
         raise ParityError(f"{head}:\n{lines}")
 
 
-def _differences(trace: Trace, reference: Trace, tolerance: Tolerance) -> Iterator[tuple[float, str]]:
+def join_slabs(traces: Sequence[Trace]) -> dict[str, torch.Tensor]:
+    """Put the weights of all ranks together.
+
+    Raises:
+        ParityError: An element is held by no rank, or two ranks hold different bits of it.
+    """
+    joined: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for rank, trace in enumerate(traces):
+        for name, held in trace.slabs.items():
+            for slab in held:
+                whole = joined.setdefault(name, torch.zeros(slab.shape, dtype=slab.values.dtype))
+                known = filled.setdefault(name, torch.zeros(slab.shape, dtype=torch.bool))
+                box = tuple(
+                    slice(start, start + n) for start, n in zip(slab.offset, slab.values.shape, strict=True)
+                )
+                if not torch.equal(torch.where(known[box], whole[box], slab.values), slab.values):
+                    raise ParityError(f"rank {rank} holds other bits of {name!r} than a rank before it")
+                whole[box], known[box] = slab.values, True
+    for name, known in filled.items():
+        if not bool(known.all()):
+            raise ParityError(f"{int((~known).sum())} of {known.numel()} elements of {name!r} are on no rank")
+    return joined
+
+
+def _differences(
+    traces: Sequence[Trace], reference: Trace, tolerance: Tolerance
+) -> Iterator[tuple[float, str]]:
     """Yield what differs: how many times the bound, and the words."""
-    for step, (mine, theirs) in enumerate(zip(trace.losses, reference.losses, strict=True)):
+    for step, (mine, theirs) in enumerate(zip(traces[0].losses, reference.losses, strict=True)):
         # A loss that was reported in fp32 cannot be better than that.
         precision = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
         at_least = attrs.evolve(tolerance, relative=max(tolerance.relative, 2 * precision))
         yield from _difference(f"loss of step {step}", mine, theirs, at_least)
-    for step, (mine_norm, their_norm) in enumerate(zip(trace.norms, reference.norms, strict=True)):
+    for step, (mine_norm, their_norm) in enumerate(zip(traces[0].norms, reference.norms, strict=True)):
         pair = torch.tensor([mine_norm, their_norm], dtype=torch.float64)
         yield from _difference(f"gradient norm of step {step}", pair[0], pair[1], tolerance)
-    missing = reference.weights.keys() ^ trace.weights.keys()
-    if missing:
-        yield math.inf, f"weights on one side only: {', '.join(sorted(missing))}"
-    for name in reference.weights.keys() & trace.weights.keys():
-        yield from _difference(f"weight {name!r}", trace.weights[name], reference.weights[name], tolerance)
+    mine_weights, their_weights = join_slabs(traces), join_slabs([reference])
+    for name in sorted(mine_weights.keys() | their_weights.keys()):
+        if name not in mine_weights or name not in their_weights:
+            yield math.inf, f"weight {name!r} is on one side only"
+        else:
+            yield from _difference(f"weight {name!r}", mine_weights[name], their_weights[name], tolerance)
 
 
 def _difference(
@@ -336,16 +388,37 @@ def _difference(
         yield worst / bound, f"{what}: {worst:.3g} at {list(place)}, expected at most {bound:.3g}"
 
 
-def _compare_ranks(traces: Sequence[Trace]) -> None:
-    """Raise when ranks report different numbers, which would let them drift apart."""
-    for rank, trace in enumerate(traces[1:], start=1):
-        for what, mine, first in (
-            ("losses", [loss.item() for loss in trace.losses], [loss.item() for loss in traces[0].losses]),
-            ("gradient norms", list(trace.norms), list(traces[0].norms)),
-            ("weights", trace.digest, traces[0].digest),
-        ):
-            if mine != first:
-                raise ParityError(f"rank {rank} has other {what} than rank 0: {mine} and {first}")
+def _compare_numbers(trace: Trace, first: Trace, rank: int) -> None:
+    """Raise when a rank reports other numbers than the first one, which would let them drift apart."""
+    for what, mine, theirs in (
+        ("losses", [loss.item() for loss in trace.losses], [loss.item() for loss in first.losses]),
+        ("gradient norms", list(trace.norms), list(first.norms)),
+    ):
+        if mine != theirs:
+            raise ParityError(f"rank {rank} has other {what} than rank 0: {mine} and {theirs}")
+
+
+def _whole(tensor: torch.Tensor) -> Slab:
+    """Return the slab of a tensor that is not cut."""
+    return Slab(shape=tuple(tensor.shape), offset=(0,) * tensor.dim(), values=tensor.detach().clone())
+
+
+def _collect_slabs(booster: Booster, model: torch.nn.Module) -> dict[str, list[Slab]]:
+    """Return what this rank holds of each weight, by the parameter table; collective."""
+    entries = {entry.name: entry for entry in engine_of(booster).context.table if entry.kind == "parameter"}
+    slabs: dict[str, list[Slab]] = {}
+    with booster.full_parameters(model) as full:
+        for name, value in full.items():
+            entry = entries[name]
+            if tuple(value.shape) == entry.shape:
+                slabs[name] = [_whole(value)]
+                continue
+            slabs[name] = []
+            for part in entry.parts:
+                box = tuple(slice(at, at + n) for at, n in zip(part.local, part.box.size, strict=True))
+                values = value[box].detach().clone()
+                slabs[name].append(Slab(shape=entry.shape, offset=part.box.offset, values=values))
+    return slabs
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:

@@ -175,8 +175,16 @@ class MemoryManagerContract(Contract, is_contract=True):
         """Between two steps a rank holds what is declared, to a hundredth, and nothing left over."""
         held = self._run(checks.measure_live_bytes, nproc, Recipe(builder=checks.build_large))
 
-        for num_elements, num_bytes in held:
-            assert num_bytes == pytest.approx(self.live_bytes(num_elements, nproc), rel=0.01)
+        for rank in held:
+            assert rank.held_bytes == pytest.approx(self.live_bytes(rank.num_elements, nproc), rel=0.01)
+
+    @pytest.mark.parametrize("nproc", [1, 2, 3])
+    def test_the_estimate_is_what_is_held(self, nproc: int) -> None:
+        """``estimate``, which reads the table before anything is allocated, is right to a hundredth."""
+        held = self._run(checks.measure_live_bytes, nproc, Recipe(builder=checks.build_large))
+
+        for rank in held:
+            assert rank.held_bytes == pytest.approx(rank.estimated_bytes, rel=0.01)
 
     # --- books
     # -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colossal_core.errors import NonFiniteError
-from colossal_testkit.contracts.engine import engine_of
+from colossal_testkit.engine import engine_of
 from colossal_testkit.memory import LiveBytes
 from colossal_testkit.models import GPT, TokenLoss, Workload, build_workload, randomise
 from colossal_testkit.parity import Recipe, boost_workload, digest_of, share_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Coverage",
+    "HeldBytes",
     "StepCost",
     "build_large",
     "build_warm",
@@ -60,6 +61,22 @@ class StepCost:
     traffic: Traffic
     num_booked: int
     num_issued: int | None
+
+
+@final
+@attrs.frozen(kw_only=True)
+class HeldBytes:
+    """What one rank holds between two steps.
+
+    Attributes:
+        num_elements: Trainable elements of the serial model.
+        held_bytes: Bytes that are alive.
+        estimated_bytes: What the manager's ``estimate`` says, from the table alone.
+    """
+
+    num_elements: int
+    held_bytes: int
+    estimated_bytes: int
 
 
 @final
@@ -114,17 +131,18 @@ def measure_step(
 
 def measure_live_bytes(
     recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
-) -> tuple[int, int]:
-    """Return trainable elements, and bytes alive between two steps besides the batches."""
+) -> HeldBytes:
+    """Return what is alive between two steps besides the batches."""
     with LiveBytes() as live:
         booster, work = boost_workload(recipe, pieces, settings, registry)
-        num_elements = sum(
-            parameter.numel() for parameter in work.model.parameters() if parameter.requires_grad
-        )
+        context, manager = engine_of(booster).context, engine_of(booster).manager
+        num_elements = sum(entry.numel for entry in context.table if entry.trainable)
+        estimate = manager.estimate(context.table, context.precision)
         _train(booster, work)
         live.label("batches", [tensor for batch in work.batches for tensor in batch])
         report = live.current()
-    return num_elements, report.total_bytes - report.bytes_of("batches")
+    held = report.total_bytes - report.bytes_of("batches")
+    return HeldBytes(num_elements=num_elements, held_bytes=held, estimated_bytes=sum(estimate.values()))
 
 
 def measure_coverage(

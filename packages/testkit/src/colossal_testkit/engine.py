@@ -1,4 +1,4 @@
-"""The one place where contracts look inside a Booster."""
+"""The one place where testkit looks inside a Booster."""
 
 from __future__ import annotations
 
