@@ -50,8 +50,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.bytes.weight
-        for table in (self.bytes, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
+        for matrix in (parameter for parameter in self.parameters() if parameter.dim() > 1):
+            nn.init.normal_(matrix, std=0.02)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
         """Return logits [B, V, T], as torch's cross-entropy wants them, of the byte after each position."""
@@ -78,11 +78,10 @@ def counting_losses(train: Tensor, held_out: Tensor) -> dict[str, float]:
     return {"unigram": -unigram[held_out[1:]].log().mean().item(), "bigram": best}
 
 
-@torch.no_grad()
 def validate(booster: Booster, model: nn.Module, held_out: Tensor) -> float:
     """Return the loss over the held-out text in nats per byte, the same on every process."""
     share = held_out.unfold(0, CONTEXT + 1, CONTEXT)[booster.data_rank :: booster.data_degree]
-    return booster.mean(F.cross_entropy(model(share[:, :-1]), share[:, 1:]), weight=len(share))
+    return booster.evaluate(model, (share[:, :-1], share[:, 1:]), F.cross_entropy).item()
 
 
 @torch.no_grad()
@@ -95,12 +94,12 @@ def write_text(model: nn.Module, text: Tensor, num_bytes: int) -> str:
     return bytes(text[-num_bytes:].tolist()).decode(errors="replace")
 
 
-def draw(train: list[float], held_out: dict[int, float], levels: dict[str, float]) -> None:
+def draw(train: list[float], held_out: dict[int, float], counted: dict[str, float]) -> None:
     """Draw losses over steps into train_gpt.png, beside those of the models that count."""
     axes = (figure := Figure(layout="constrained")).subplots()
     axes.plot(train, alpha=0.4, label="training")
     axes.plot(list(held_out), list(held_out.values()), "o-", label="validation")
-    axes.hlines(list(levels.values()), 0, len(train), "gray", "dashed", label=", ".join(levels))
+    axes.hlines(list(counted.values()), 0, len(train), "gray", "dashed", label=" and ".join(counted))
     axes.set(xlabel="step", ylabel="nats per byte")
     axes.legend()
     figure.savefig("train_gpt.png")
@@ -140,10 +139,11 @@ def main() -> None:
             booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
 
     booster.print(f"\n{write_text(model, held_out[:CONTEXT], 400)}\n")
-    levels = {"validation": validation[options.steps], **counting_losses(train, held_out)}
-    booster.print("nats per byte: " + ", ".join(f"{name} {loss:.3f}" for name, loss in levels.items()))
+    counted = counting_losses(train, held_out)
+    text = ", ".join(f"{name} {loss:.3f}" for name, loss in counted.items())
+    booster.print(f"nats per byte: validation {validation[options.steps]:.3f}, {text}")
     if booster.is_first:
-        draw(losses, validation, levels)
+        draw(losses, validation, counted)
 
 
 if __name__ == "__main__":
