@@ -43,6 +43,12 @@ class GradientGuard:
         self.tensor = torch.full((), math.nan, dtype=like.dtype, device=like.device).expand(like.shape)
         self._version = self.tensor._version
 
+    def renew(self) -> None:
+        """Forget what was written, before the guard is shown again."""
+        if self.tensor._version != self._version:
+            self.tensor.fill_(math.nan)
+            self._version = self.tensor._version
+
     def was_zeroed(self) -> bool:
         """Tell whether the user zeroed the gradient in place since the last call.
 
@@ -52,8 +58,7 @@ class GradientGuard:
         if self.tensor._version == self._version:
             return False
         zeroed = bool((self.tensor == 0).all())
-        self.tensor.fill_(math.nan)
-        self._version = self.tensor._version
+        self.renew()
         if zeroed:
             return True
         raise UsageError(

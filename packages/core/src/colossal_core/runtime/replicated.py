@@ -23,7 +23,8 @@ from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_name
 from colossal_core.runtime.segments import OwnedRange, SegmentedOptimizer
 from colossal_core.runtime.shared_sums import SharedSum, shared_sums
 from colossal_core.runtime.table import Entry, Place
-from colossal_core.runtime.window import GradientWindow, Touch
+from colossal_core.runtime.touch import Touch
+from colossal_core.runtime.window import NOTES_PER_BUFFER, GradientWindow
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,11 +148,10 @@ class ReplicatedManager(AbstractMemoryManager):
         found = []
         for reduce, plans in lanes.items():
             plans.sort(key=lambda plan: plan[0])
+            num_notes = [0] * (len(plans) - 1) + [NOTES_PER_BUFFER * len(plans)]
             buffers = [
-                FlatBuffer(
-                    (backward[i] for i in chosen), kind, num_notes=len(plans) if n == len(plans) - 1 else 0
-                )
-                for n, (_, kind, chosen) in enumerate(plans)
+                FlatBuffer((backward[i] for i in chosen), kind, num_notes=notes)
+                for (_, kind, chosen), notes in zip(plans, num_notes, strict=True)
             ]
             found.append((reduce, buffers))
         return found
@@ -176,8 +176,11 @@ class ReplicatedManager(AbstractMemoryManager):
         if not _is_same(_grouping(owned.user), owned.grouping):
             self._take(owned)
         if owned.window.finish():
+            owned.window.discard()
+            owned.norm = None
             raise UsageError(
-                "gradients arrived or were changed after they had been reduced by clip_grad_norm_()",
+                "gradients arrived or were changed after clip_grad_norm_() had reduced them; all gradients "
+                "of this step are dropped",
                 hint="call clip_grad_norm_() after the last backward(), right before optimizer.step()",
             )
         if owned.norm is None:

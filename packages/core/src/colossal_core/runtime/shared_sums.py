@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from colossal_core.mesh import GroupSpec
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Group, Mesh
-    from colossal_core.runtime.window import Touch
+    from colossal_core.runtime.touch import Touch
 
 __all__ = ["SharedSum", "shared_sums"]
 

@@ -9,10 +9,17 @@ affair: it changes when a message leaves, never which messages leave or in which
 A prediction can be wrong: a gradient may arrive, or be cleared by the user, after its
 buffer has left. Such late news is kept aside (waiting for the buffer inside backward could deadlock with
 collectives of the model itself), and the buffer is *stale* on that rank. The last buffer of a lane never
-leaves before ``step()`` and carries a note for each buffer of the lane, which
-is 1 where it is stale here. After the sum every rank knows which buffers are stale anywhere, and those are
+leaves before ``step()`` and carries notes for each buffer of the lane, which
+are 1 where it is stale here. After the sum every rank knows which buffers are stale anywhere, and those are
 reduced once more: the first rank of the group keeps the sum that is already there, all others start from
 zero, and each adds its late news. Wrong predictions cost traffic, never correctness.
+
+# Note [Withdrawn gradients]
+A gradient that was cleared after it had left is in a sum that cannot be undone. When all ranks that had
+sent one cleared it, which is what a loop does that clears gradients between two backward passes, the sum
+counts for nothing and is dropped. When only some of them did, what the others sent is lost in it, and every
+rank raises. Notes say that there is something to agree on; one more small message, only then, settles it
+for each parameter.
 
 # Note [What None means]
 torch skips parameters whose gradient is None: no decay, no momentum, no step count. A flag per parameter says
@@ -23,135 +30,28 @@ rank, and the update skips it exactly as torch does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
 from colossal_core.errors import UsageError
-from colossal_core.runtime.guards import GradientGuard
+from colossal_core.runtime.touch import Touch
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from colossal_core.runtime.collectives import Collectives, Pending
-    from colossal_core.runtime.flat import FlatBuffer, Slot
+    from colossal_core.runtime.flat import FlatBuffer
     from colossal_core.runtime.mesh import Group
 
-__all__ = ["GradientWindow", "Lane", "Touch"]
+__all__ = ["NOTES_PER_BUFFER", "GradientWindow", "Lane"]
 
 PHASE = "gradients"
 
-
-Shown = Literal["nothing", "guard", "view"]
-Change = Literal["cleared", "zeroed", "assigned"]
-
-
-@define(eq=False)
-class Touch:
-    """What happened to one parameter's gradient in this window.
-
-    Attributes:
-        slot: Its place in the buffer.
-        view: Its gradient in the buffer, in the parameter's shape.
-        guard: What ``p.grad`` shows while the buffer holds an unreduced gradient.
-        shown: What we last let ``p.grad`` show.
-        is_live: Whether ``view`` holds a gradient: of this window, or one that the user did not clear after a
-            step.
-        carried: Factor that a gradient left over from the last step still lacks.
-        late: Gradient that arrived after the buffer had left.
-        late_change: What the user did to ``p.grad`` after the buffer had left.
-        num_touches: How often backward delivered a gradient in this window.
-        num_predicted: How often it did in the previous one; None before the first.
-    """
-
-    slot: Slot
-    view: torch.Tensor
-    guard: GradientGuard
-    shown: Shown = "nothing"
-    is_live: bool = False
-    carried: float = 1.0
-    late: torch.Tensor | None = None
-    late_change: Change | None = None
-    num_touches: int = 0
-    num_predicted: int | None = None
-
-    def changed_by_user(self) -> Change | None:
-        """Tell what the user did to ``p.grad`` since we last set it; None when nothing."""
-        gradient = self.slot.parameter.grad
-        if gradient is None:
-            return None if self.shown == "nothing" else "cleared"
-        if gradient is self.view:
-            return None
-        if gradient is self.guard.tensor:
-            return "zeroed" if self.guard.was_zeroed() else None
-        return "assigned"
-
-    def take_over(self, change: Change | None) -> None:
-        """Bring the buffer in line with what the user did."""
-        if change == "cleared":
-            self.is_live, self.shown = False, "nothing"
-        elif change == "zeroed":
-            self.view.zero_()
-        elif change == "assigned":
-            gradient = self.slot.parameter.grad
-            if gradient is not None:
-                self.copy_from(gradient)
-            self.is_live = True
-            self.show_view()
-        if change is not None:
-            self.carried = 1.0
-
-    def note_change(self, change: Change | None) -> None:
-        """Remember what the user did to ``p.grad`` while the buffer is away."""
-        if change is None:
-            return
-        gradient = self.slot.parameter.grad
-        self.late = gradient.detach().clone() if change == "assigned" and gradient is not None else None
-        self.late_change = "cleared" if change == "assigned" else change
-
-    def fold_in(self) -> None:
-        """Bring the buffer, which is back, in line with the late news."""
-        if self.late_change == "cleared":
-            self.is_live = False
-        elif self.late_change == "zeroed":
-            self.view.zero_()
-        if self.late is not None:
-            if self.is_live:
-                self.view.add_(self.late)
-            else:
-                self.view.copy_(self.late)
-            self.is_live = True
-        self.late, self.late_change = None, None
-
-    def copy_from(self, gradient: torch.Tensor) -> None:
-        """Copy a gradient into the buffer.
-
-        Raises:
-            UsageError: It is sparse.
-        """
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {self.slot.name!r} has a sparse gradient",
-                hint="build the embedding with sparse=False",
-            )
-        with torch.no_grad():
-            self.view.copy_(gradient)
-
-    def show_view(self) -> None:
-        """Let ``p.grad`` show the buffer."""
-        self.slot.parameter.grad = self.view
-        self.shown = "view"
-
-    def show_guard(self) -> None:
-        """Let ``p.grad`` show the guard."""
-        self.slot.parameter.grad = self.guard.tensor
-        self.shown = "guard"
-
-    def show_nothing(self) -> None:
-        """Let ``p.grad`` be None."""
-        self.slot.parameter.grad = None
-        self.shown = "nothing"
+NOTES_PER_BUFFER = 2
+"""Elements that the last buffer of a lane has for each of its buffers: whether it is stale, and whether
+something that it carried was cleared since."""
 
 
 @define(eq=False)
@@ -166,7 +66,10 @@ class Lane:
         pending: Reductions in flight, by buffer.
         stale: Buffers that have left and changed since on this rank.
         waiting: For each buffer, how many of its parameters are still expected.
+        launches_early: Whether buffers may leave from inside backward. Only one lane of a group may: two
+            would share its channel in an order that differs from rank to rank.
         is_reduced: Whether :meth:`GradientWindow.finish` ran in this window.
+        disputed: Parameters whose gradient only some ranks cleared after it had left.
     """
 
     group: Group
@@ -176,7 +79,9 @@ class Lane:
     pending: dict[int, Pending] = field(factory=dict)
     stale: set[int] = field(factory=set)
     waiting: list[int] = field(factory=list)
+    launches_early: bool = True
     is_reduced: bool = False
+    disputed: list[str] = field(factory=list)
 
 
 class GradientWindow:
@@ -197,6 +102,7 @@ class GradientWindow:
         self._collectives = collectives
         self._guards = guards
         self._handles: list[RemovableHandle] = []
+        self._nodes: list[torch.autograd.graph.Node] = []
         self._lanes: list[Lane] = []
         self._holds = 0
 
@@ -205,9 +111,14 @@ class GradientWindow:
 
         Args:
             group: Ranks over which they are summed.
-            buffers: In launch order, gradient memory allocated; the last one has a note for each.
+            buffers: In launch order, gradient memory allocated; the last one has :data:`NOTES_PER_BUFFER`
+                notes for each.
         """
-        lane = Lane(group, buffers, [[_touch(buffer, slot) for slot in buffer.slots] for buffer in buffers])
+        records = [
+            [Touch.of(slot, buffer.gradient_view(slot)) for slot in buffer.slots] for buffer in buffers
+        ]
+        lane = Lane(group, buffers, records)
+        lane.launches_early = self._guards and all(group is not other.group for other in self._lanes)
         self._lanes.append(lane)
         for index, touches in enumerate(lane.touches):
             for touch in touches:
@@ -227,6 +138,7 @@ class GradientWindow:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._nodes.clear()
 
     @property
     def touches(self) -> list[tuple[FlatBuffer, Sequence[Touch]]]:
@@ -242,9 +154,31 @@ class GradientWindow:
         Returns:
             Whether an earlier ``finish`` of the same window no longer holds, because gradients arrived or
             were changed since on any rank; they are not in the sums.
+
+        Raises:
+            UsageError: Only some ranks cleared a gradient after it had left; on every rank of the lane, with
+                all gradients cleared. See Note [Withdrawn gradients].
         """
         outdated = [self._finish(lane) for lane in self._lanes]
+        disputed = [name for lane in self._lanes for name in lane.disputed]
+        if disputed:
+            self.discard()
+            names = ", ".join(map(repr, disputed[:3])) + (" and others" if len(disputed) > 3 else "")
+            raise UsageError(
+                f"the gradients of {names} were cleared on some ranks only, after backward had sent them; "
+                "all gradients of this step are dropped",
+                hint="clear them on all ranks, or run backward in booster.no_sync() where they may be cleared",
+            )
         return any(outdated)
+
+    def discard(self) -> None:
+        """Clear all gradients and close the window, after an error that every rank raises."""
+        for lane in self._lanes:
+            for touches in lane.touches:
+                for touch in touches:
+                    touch.is_live = False
+                    touch.show_nothing()
+        self.open_next()
 
     def open_next(self) -> None:
         """Close the window: what was touched predicts the next one. Gradients stay until they are cleared."""
@@ -252,11 +186,10 @@ class GradientWindow:
             for touches in lane.touches:
                 for touch in touches:
                     touch.num_predicted, touch.num_touches = touch.num_touches, 0
+                    touch.late, touch.late_change = None, None
             lane.next, lane.is_reduced = 0, False
             lane.stale.clear()
-            for touches in lane.touches:
-                for touch in touches:
-                    touch.late, touch.late_change = None, None
+            lane.disputed.clear()
             self._predict(lane)
 
     def show(self, *, gradients: bool, scale: Callable[[FlatBuffer], float]) -> None:
@@ -281,14 +214,17 @@ class GradientWindow:
     def _hook(self, lane: Lane, index: int, touch: Touch) -> None:
         """Watch one parameter: before and after autograd accumulates into ``p.grad``."""
         parameter = touch.slot.parameter
+        # Not a hook on the tensor: that one runs in torch.autograd.grad too, where nothing is accumulated.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
 
-        def before(_: torch.Tensor) -> None:
+        def before(_: object) -> None:
             self._before_accumulation(lane, index, touch)
 
         def after(_: torch.Tensor) -> None:
             self._after_accumulation(lane, index, touch)
 
-        self._handles.append(parameter.register_hook(before))
+        self._nodes.append(node)
+        self._handles.append(node.register_prehook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
     def _before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
@@ -299,37 +235,38 @@ class GradientWindow:
             touch.slot.parameter.grad = touch.late
             return
         touch.take_over(change)
-        if touch.carried != 1.0:
-            touch.view.mul_(touch.carried)
-            touch.carried = 1.0
+        touch.settle()
         touch.slot.parameter.grad = touch.view if touch.is_live else None
 
     def _after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Move a new gradient into the buffer and launch what is complete."""
-        gradient = touch.slot.parameter.grad
         touch.num_touches += 1
-        if index < lane.next:
-            touch.late = gradient
+        gradient = touch.slot.parameter.grad
+        has_left = index < lane.next
+        if has_left or lane.is_reduced:
             lane.stale.add(index)
+        if gradient is None:  # another hook has cleared it again
+            (touch.note_change if has_left else touch.take_over)("cleared")
+        elif has_left:
+            touch.late = gradient.detach()
             touch.show_guard()
-            return
-        if gradient is not None and gradient is not touch.view:
-            touch.copy_from(gradient)
-        touch.is_live = True
-        if not self._guards:
-            touch.show_view()
-            return
-        touch.show_guard()
-        if touch.num_touches == touch.num_predicted:
+        else:
+            if gradient is not touch.view:
+                touch.copy_from(gradient)
+            touch.is_live = True
+            if self._guards:
+                touch.show_guard()
+            else:
+                touch.show_view()
+        if not has_left and touch.num_touches == touch.num_predicted:
             lane.waiting[index] -= 1
-            if self._holds == 0:
+            if self._holds == 0 and lane.launches_early:
                 self._launch_ready(lane)
 
     def _launch_ready(self, lane: Lane) -> None:
         """Launch, in order, every complete buffer but the last."""
         while lane.next < len(lane.buffers) - 1 and lane.waiting[lane.next] == 0:
-            self._launch(lane, lane.next)
-            lane.next += 1
+            self._launch_next(lane)
 
     # --- reduction ------------------------------------------------------------------------------------------
 
@@ -337,28 +274,24 @@ class GradientWindow:
         """Reduce one lane; see :meth:`finish`."""
         for index, touches in enumerate(lane.touches):
             for touch in touches:
-                change = touch.changed_by_user()
-                if change is None:
-                    continue
-                if index < lane.next:
+                if index < lane.next or lane.is_reduced:
+                    change = touch.changed_by_user()
                     touch.note_change(change)
-                    lane.stale.add(index)
-                else:
-                    touch.take_over(change)
-        if not self._guards:
-            for buffer, touches in zip(lane.buffers, lane.touches, strict=True):
-                self._mark(buffer, touches)
-            return False
+                    if change is not None:
+                        lane.stale.add(index)
         if lane.is_reduced:
             return self._is_stale_anywhere(lane)
         while lane.next < len(lane.buffers):
-            self._launch(lane, lane.next)
-            lane.next += 1
+            self._launch_next(lane)
         self._wait(lane)
         notes = self._read_tails(lane)
-        stale = [index for index, note in enumerate(notes[-len(lane.buffers) :]) if note > 0]
+        count = len(lane.buffers)
+        stale = [index for index, note in enumerate(notes[-2 * count : -count]) if note > 0]
         if stale:
-            self._reduce_again(lane, stale)
+            withdrawn = self._agree_on_withdrawals(
+                lane, [index for index, note in enumerate(notes[-count:]) if note > 0]
+            )
+            self._reduce_again(lane, stale, withdrawn)
             notes = self._read_tails(lane)
         position = 0
         for touches in lane.touches:
@@ -366,6 +299,8 @@ class GradientWindow:
                 touch.is_live = notes[position + touch.slot.index] > 0
             position += len(touches)
         lane.is_reduced = True
+        if not self._guards:
+            lane.next = 0  # there is nothing to wait for: gradients stay torch's own
         return False
 
     def _is_stale_anywhere(self, lane: Lane) -> bool:
@@ -374,12 +309,24 @@ class GradientWindow:
         self._collectives.all_reduce(note, lane.group, phase=PHASE).wait()
         return bool(note.item() > 0)
 
+    def _launch_next(self, lane: Lane) -> None:
+        """Bring the next buffer in line with what the user did to ``p.grad``, guard it, and send it."""
+        for touch in lane.touches[lane.next]:
+            touch.take_over(touch.changed_by_user())
+            touch.settle()
+            touch.was_sent = touch.is_live
+            if touch.is_live and self._guards:
+                touch.show_guard()
+        self._launch(lane, lane.next)
+        lane.next += 1
+
     def _launch(self, lane: Lane, index: int) -> None:
         """Send one buffer with its flags, and in the last one the notes."""
         buffer = lane.buffers[index]
         self._mark(buffer, lane.touches[index])
         if buffer.num_notes:
             notes = [float(other in lane.stale) for other in range(len(lane.buffers))]
+            notes += [float(any(touch.is_withdrawn for touch in touches)) for touches in lane.touches]
             buffer.tail[len(buffer.slots) :].copy_(torch.tensor(notes))
         lane.pending[index] = self._collectives.all_reduce(buffer.gradients, lane.group, phase=PHASE)
 
@@ -397,16 +344,30 @@ class GradientWindow:
             pending.wait()
         lane.pending.clear()
 
-    def _reduce_again(self, lane: Lane, stale: Sequence[int]) -> None:
+    def _agree_on_withdrawals(self, lane: Lane, indices: Sequence[int]) -> set[Touch]:
+        """Return what all its senders cleared after it had left; see Note [Withdrawn gradients]."""
+        touches = [touch for index in indices for touch in lane.touches[index]]
+        if not touches:
+            return set()
+        cleared = [float(touch.is_withdrawn) for touch in touches]
+        kept = [float(touch.was_sent and not touch.is_withdrawn) for touch in touches]
+        message = torch.tensor([cleared, kept], device=lane.buffers[-1].device)
+        self._collectives.all_reduce(message, lane.group, phase=PHASE).wait()
+        withdrawn = {touch for touch, count in zip(touches, message[0].tolist(), strict=True) if count > 0}
+        for touch, count in zip(touches, message[1].tolist(), strict=True):
+            if touch in withdrawn and count > 0:
+                lane.disputed.append(touch.slot.name)
+        return withdrawn
+
+    def _reduce_again(self, lane: Lane, stale: Sequence[int], withdrawn: set[Touch]) -> None:
         """Sum the buffers that are stale on any rank once more; see Note [Stale buffers]."""
         for index in stale:
             buffer, touches = lane.buffers[index], lane.touches[index]
-            for touch, flag in zip(touches, buffer.tail.tolist(), strict=False):
-                touch.is_live = flag > 0
+            flags = buffer.tail.tolist()
             if lane.group.index != 0:
                 buffer.gradients.zero_()
-            for touch in touches:
-                touch.fold_in()
+            for touch, flag in zip(touches, flags, strict=False):
+                touch.fold_in(keeps=flag > 0 and touch not in withdrawn)
         lane.stale.clear()
         for index in stale:
             self._launch(lane, index)
@@ -428,8 +389,3 @@ class GradientWindow:
             sum(never if touch.num_predicted is None else int(touch.num_predicted > 0) for touch in touches)
             for touches in lane.touches
         ]
-
-
-def _touch(buffer: FlatBuffer, slot: Slot) -> Touch:
-    """Return the record of an untouched slot."""
-    return Touch(slot, buffer.gradient_view(slot), GradientGuard(slot.parameter, slot.name))

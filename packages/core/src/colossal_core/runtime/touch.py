@@ -1,0 +1,159 @@
+"""What happens to the gradient of one parameter within a gradient window.
+
+The one idea: ``p.grad`` is a place where autograd, the user and the window all write, so the window
+remembers what it last let ``p.grad`` show, and whatever else it finds there is what the user did: cleared,
+zeroed or assigned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from attrs import define
+
+from colossal_core.errors import UsageError
+from colossal_core.runtime.guards import GradientGuard
+
+if TYPE_CHECKING:
+    from colossal_core.runtime.flat import Slot
+
+__all__ = ["Touch"]
+
+Shown = Literal["nothing", "guard", "view"]
+Change = Literal["cleared", "zeroed", "assigned"]
+
+
+@define(eq=False)
+class Touch:
+    """What happened to one parameter's gradient in this window.
+
+    Attributes:
+        slot: Its place in the buffer.
+        view: Its gradient in the buffer, in the parameter's shape.
+        guard: What ``p.grad`` shows while the buffer holds an unreduced gradient.
+        shown: What we last let ``p.grad`` show.
+        is_live: Whether ``view`` holds a gradient: of this window, or one that the user did not clear after a
+            step.
+        was_sent: Whether it did so when the buffer left.
+        carried: Factor that a gradient left over from the last step still lacks.
+        late: Gradient that arrived after the buffer had left.
+        late_change: What the user did to ``p.grad`` after the buffer had left.
+        num_touches: How often backward delivered a gradient in this window.
+        num_predicted: How often it did in the previous one; None before the first.
+    """
+
+    slot: Slot
+    view: torch.Tensor
+    guard: GradientGuard
+    shown: Shown = "nothing"
+    is_live: bool = False
+    was_sent: bool = False
+    carried: float = 1.0
+    late: torch.Tensor | None = None
+    late_change: Change | None = None
+    num_touches: int = 0
+    num_predicted: int | None = None
+
+    @classmethod
+    def of(cls, slot: Slot, view: torch.Tensor) -> Touch:
+        """Return the record of an untouched slot."""
+        return cls(slot, view, GradientGuard(slot.parameter, slot.name))
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether this rank sent a gradient in this window and the user cleared it since."""
+        return self.was_sent and self.late_change is not None
+
+    def changed_by_user(self) -> Change | None:
+        """Tell what the user did to ``p.grad`` since we last set it; None when nothing."""
+        gradient = self.slot.parameter.grad
+        if gradient is None:
+            return None if self.shown == "nothing" else "cleared"
+        if gradient is self.view:
+            return None
+        if gradient is self.guard.tensor:
+            return "zeroed" if self.guard.was_zeroed() else None
+        return "assigned"
+
+    def take_over(self, change: Change | None) -> None:
+        """Bring the buffer in line with what the user did."""
+        if change == "cleared":
+            self.is_live, self.shown = False, "nothing"
+        elif change == "zeroed":
+            self.view.zero_()
+        elif change == "assigned":
+            gradient = self.slot.parameter.grad
+            if gradient is not None:
+                self.copy_from(gradient)
+            self.is_live = True
+            self.show_view()
+        if change is not None:
+            self.carried = 1.0
+
+    def settle(self) -> None:
+        """Multiply a gradient left over from the last step by the factor that it still lacks."""
+        if self.is_live and self.carried != 1.0:
+            self.view.mul_(self.carried)
+        self.carried = 1.0
+
+    def note_change(self, change: Change | None) -> None:
+        """Remember what the user did to ``p.grad`` while the buffer is away."""
+        if change is None:
+            return
+        gradient = self.slot.parameter.grad
+        if change == "assigned" and gradient is not None:
+            self.late, self.late_change = gradient.detach().clone(), "cleared"
+            self.show_guard()
+            return
+        self.late, self.late_change = None, change
+        if change == "cleared":
+            self.shown = "nothing"
+
+    def fold_in(self, *, keeps: bool) -> None:
+        """Bring the buffer, which is back, in line with the late news.
+
+        Args:
+            keeps: Whether it holds something of this parameter that counts: this rank's share of the sum that
+                was there.
+        """
+        if not keeps and self.late_change == "zeroed":
+            self.view.zero_()
+            keeps = True
+        if self.late is not None:
+            if keeps:
+                self.view.add_(self.late)
+            else:
+                self.view.copy_(self.late)
+        self.is_live = keeps or self.late is not None
+        self.late, self.late_change = None, None
+
+    def copy_from(self, gradient: torch.Tensor) -> None:
+        """Copy a gradient into the buffer.
+
+        Raises:
+            UsageError: It is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {self.slot.name!r} has a sparse gradient",
+                hint="build the embedding with sparse=False",
+            )
+        with torch.no_grad():
+            self.view.copy_(gradient)
+
+    def show_view(self) -> None:
+        """Let ``p.grad`` show the buffer."""
+        self.slot.parameter.grad = self.view
+        self.shown = "view"
+
+    def show_guard(self) -> None:
+        """Let ``p.grad`` show the guard."""
+        self.guard.renew()
+        self.slot.parameter.grad = self.guard.tensor
+        self.shown = "guard"
+
+    def show_nothing(self) -> None:
+        """Let ``p.grad`` be None."""
+        self.slot.parameter.grad = None
+        self.shown = "nothing"
