@@ -50,8 +50,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.bytes.weight
-        for matrix in (parameter for parameter in self.parameters() if parameter.dim() > 1):
-            nn.init.normal_(matrix, std=0.02)
+        for table in (self.bytes, self.positions):
+            nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
         """Return logits [B, V, T], as torch's cross-entropy wants them, of the byte after each position."""
