@@ -236,6 +236,8 @@ def boost_workload(
     pieces: Sequence[object] = (),
     settings: Mapping[str, object] | None = None,
     registry: Callable[[], Registry] | None = None,
+    *,
+    work: Workload | None = None,
 ) -> tuple[Booster, Workload]:
     """Build a workload on this rank and boost it; return the Booster and the boosted workload.
 
@@ -244,10 +246,11 @@ def boost_workload(
         pieces: Options objects or names.
         settings: Further keywords of the Booster.
         registry: What makes the registry; by default what is installed.
+        work: What is boosted; by default what the recipe builds.
     """
     from colossal_core.runtime.booster import Booster
 
-    work = recipe.build()
+    work = recipe.build() if work is None else work
     dtypes = {parameter.dtype for parameter in work.model.parameters()}
     keywords: dict[str, Any] = {
         "precision": "fp64" if torch.float64 in dtypes else "fp32",

@@ -98,7 +98,7 @@ class MemoryManagerContract(Contract, is_contract=True):
 
     @pytest.mark.parametrize("nproc", [1, 2, 3])
     def test_norm_is_exact_without_clipping(self, nproc: int) -> None:
-        """The norm is there without a bound, under another optimizer, and counts a tied weight once."""
+        """The norm is there without a bound, and counts a tied weight once; SGD sees every wrong scale."""
         arguments = {"name": "gpt-tied", "optimizer": "sgd"}
         self._check(Recipe(builder=build_workload, arguments=arguments), nproc)
 
@@ -113,9 +113,12 @@ class MemoryManagerContract(Contract, is_contract=True):
 
     @pytest.mark.parametrize("nproc", [1, 2, 3])
     def test_clipping_by_hand_is_exact(self, nproc: int) -> None:
-        """``optimizer.clip_grad_norm_`` before the step, in the largest-element norm."""
+        """``optimizer.clip_grad_norm_`` before the step, in the largest-element norm, under SGD."""
         recipe = Recipe(
-            builder=build_workload, arguments={"name": "mlp"}, max_grad_norm=0.05, clips_by_hand=True
+            builder=build_workload,
+            arguments={"name": "mlp", "optimizer": "sgd"},
+            max_grad_norm=0.05,
+            clips_by_hand=True,
         )
         self._check(recipe, nproc)
 
