@@ -123,7 +123,8 @@ def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """Return the sum of ``|x| ** order`` as a 0-d fp64 tensor."""
     flat = tensor.reshape(-1)
     if order != 2.0:
-        powers: torch.Tensor = flat.double().abs_().pow_(order)
+        # No in-place step before there is a copy: in fp64, double() returns the gradients themselves.
+        powers: torch.Tensor = flat.double().abs().pow_(order)
         return powers.sum()
     if flat.device.type != "cpu":
         norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
