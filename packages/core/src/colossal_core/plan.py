@@ -130,11 +130,6 @@ def _normalise_precision(value: object, place: str) -> Precision:
             f"{place} is {value!r}, expected 'fp64', 'fp32', 'bf16' or 'fp16', or the torch dtype",
             hint=f"write {meant!r}" if meant else "16-bit training that is robust without scaling is 'bf16'",
         )
-    if precision == "fp16":
-        raise CapabilityError(
-            f"{place} is 'fp16', which is not available yet: it needs a loss scale",
-            hint="use 'bf16', which needs none, or 'fp32'",
-        )
     return precision
 
 
@@ -148,14 +143,9 @@ def _normalise_max_grad_norm(value: object, place: str) -> float | None:
 
 
 def _normalise_accumulate(value: object, place: str) -> int:
-    """Accept 1; more than that comes with accumulation."""
+    """Accept a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{place} is {value!r}, expected an integer of at least 1", hint=_unquote(value))
-    if value > 1:
-        raise CapabilityError(
-            f"{place} is {value}, and accumulation by the Booster is not available yet",
-            hint=f"call backward {value} times before optimizer.step(), each loss divided by {value}",
-        )
     return value
 
 

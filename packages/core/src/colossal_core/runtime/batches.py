@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import UsageError
 
-__all__ = ["Call", "Weight", "loss_of", "loss_weight", "split_batch"]
+__all__ = ["Call", "Weight", "check_scalar", "loss_of", "loss_weight", "split_batch"]
 
 Criterion = Callable[..., torch.Tensor]
 Weight = float | Callable[[Any], float] | None
@@ -89,6 +89,24 @@ def loss_of(outputs: Any, call: Call, criterion: Criterion | None) -> torch.Tens
             hint="reduce it to its mean over the samples of this rank",
         )
     return loss.reshape(())
+
+
+def check_scalar(loss: object) -> None:
+    """Refuse what backward cannot start from.
+
+    Raises:
+        UsageError: It is no scalar tensor that requires gradients.
+    """
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1 and loss.requires_grad:
+            return
+        what = f"a tensor of shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a graph'}"
+    else:
+        what = repr(loss)
+    raise UsageError(
+        f"backward got {what}, expected a scalar tensor that requires gradients",
+        hint="reduce the loss to its mean, outside torch.no_grad",
+    )
 
 
 def loss_weight(batch: Any, call: Call, criterion: Criterion | None, weight: Weight) -> float | None:

@@ -26,7 +26,7 @@ from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.agreement import Agreement
-from colossal_core.runtime.batches import Weight
+from colossal_core.runtime.batches import Weight, check_scalar
 from colossal_core.runtime.boosting import build_engine
 from colossal_core.runtime.launch import current_world, rendezvous_store
 from colossal_core.runtime.objects import sort_objects
@@ -187,6 +187,37 @@ class Booster:
         self._check_model(model)
         with engine.reporting():
             return engine.executor.run(model, batch, criterion, weight)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Run backward from a loss that the user computed: the explicit form of ``loss.backward()``.
+
+        Needed under fp16 for gradient penalties, losses on sub-modules and penalties on parameters, since it
+        scales the loss itself; right, and never needed, under every other precision.
+
+        Args:
+            loss: This rank's loss, a scalar.
+            weight: What it counts in the mean over the data ranks; equal weights by default. With a weight
+                the call is collective.
+            retain_graph: As in torch.
+            create_graph: As in torch.
+
+        Raises:
+            UsageError: The loss is no scalar that requires gradients, or the weights sum to zero.
+        """
+        engine = self._built("backward")
+        check_scalar(loss)
+        factor = engine.context.arrivals.scale
+        if weight is not None:
+            factor *= self._relative_weight(weight)
+        with engine.reporting(), engine.context.arrivals.weighed():
+            (loss * factor).backward(retain_graph=retain_graph, create_graph=create_graph)
 
     @overload
     def evaluate(
@@ -350,6 +381,15 @@ class Booster:
             )
         return self._engine
 
+    def _relative_weight(self, weight: float) -> float:
+        """Return a weight over the mean of the weights of all data ranks; collective."""
+        mean = self.mean(weight)
+        if not (weight >= 0 and mean > 0):
+            raise UsageError(
+                f"weight {weight} has a mean of {mean} over the ranks", hint="give weights of at least 0"
+            )
+        return weight / mean
+
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that this Booster did not boost."""
         models = self._built("this call").models
@@ -375,6 +415,6 @@ class Booster:
 
 
 def _discover(plan: object) -> Registry:
-    """Find the plugins; a plan file that was named decides which are switched off, before the project does."""
+    """Find the plugins; a plan file that was named switches them, before the project does."""
     file = Path(plan) if isinstance(plan, (str, Path)) else None
     return Registry.discover(PluginSettings.read(plan_file=file), load_local=True)

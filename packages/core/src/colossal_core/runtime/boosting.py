@@ -30,11 +30,14 @@ from colossal_core.interfaces import (
 )
 from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
+from colossal_core.runtime.accumulation import LossWeights
+from colossal_core.runtime.arrivals import Arrivals
 from colossal_core.runtime.borders import hook_border
 from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.context import Context
 from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
+from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model
 from colossal_core.runtime.optimizers import optimizer_spec
@@ -102,6 +105,8 @@ def build_engine(
         collectives=Collectives(),
         plan=plan,
         precision=proposed.precision,
+        arrivals=Arrivals(LossScale() if plan.precision == "fp16" else None),
+        weights=LossWeights(num_optimizers=len(objects.optimizers), is_active=plan.accumulate > 1),
     )
     _make_equal(context, agreement)
     _apply(objects, proposed, context, agreement)
@@ -345,8 +350,11 @@ def _create_groups(context: Context, agreement: Agreement, num_optimizers: int) 
 
 
 def _install_borders(engine: Engine, borders: list[Mapping[str, AbstractBorder]]) -> None:
-    """Hook the casts of the precision, outermost, and the borders of the strategies."""
+    """Hook the loss scale, outermost, the casts of the precision, and the borders of the strategies."""
+    loss_scale = engine.context.arrivals.loss_scale
     for name, model in engine.models.items():
+        if loss_scale is not None:
+            engine.handles.extend(hook_border(model, ScaleBorder(loss_scale)))
         for module, cast in cast_borders(model, engine.context.precision):
             engine.handles.extend(hook_border(module, cast))
         for found in borders:

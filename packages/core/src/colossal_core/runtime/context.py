@@ -8,6 +8,8 @@ from attrs import frozen
 
 if TYPE_CHECKING:
     from colossal_core.plan import Plan
+    from colossal_core.runtime.accumulation import LossWeights
+    from colossal_core.runtime.arrivals import Arrivals
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Mesh
     from colossal_core.runtime.precision import Precision
@@ -26,6 +28,8 @@ class Context:
         collectives: The only way to communicate, with its ledger.
         plan: The plan of this run.
         precision: Dtypes of the plan.
+        arrivals: Weight and loss scale of gradients that backward delivers.
+        weights: What losses of micro-batches weigh, for executors.
     """
 
     mesh: Mesh
@@ -33,3 +37,5 @@ class Context:
     collectives: Collectives
     plan: Plan
     precision: Precision
+    arrivals: Arrivals
+    weights: LossWeights

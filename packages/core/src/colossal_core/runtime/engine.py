@@ -73,6 +73,8 @@ class Engine:
     def after_step(self, optimizer: int, metrics: Mapping[str, object]) -> None:
         """Close the ledger's step, follow with averages, tell observers; the first optimizer counts steps."""
         self.context.collectives.ledger.end_step()
+        if self.context.arrivals.loss_scale is not None:
+            self.context.arrivals.loss_scale.note_clean()
         for followed, average in self._averages:
             if optimizer == followed:
                 average.update()
@@ -111,13 +113,16 @@ class Engine:
         }
         return [entry.name for entry in self.context.table if entry.name in found]
 
-    def refuse_non_finite(self, names: Sequence[str]) -> None:
-        """Raise for non-finite gradients, on every rank, unless the plan says to skip such steps.
+    def handle_non_finite(self, names: Sequence[str]) -> None:
+        """Lower the loss scale of fp16; else raise on every rank, unless the plan says to skip such steps.
 
         Raises:
             NonFiniteError: Naming the parameters.
         """
         self.context.collectives.ledger.end_step()
+        if self.context.arrivals.loss_scale is not None:
+            self.context.arrivals.loss_scale.note_overflow()
+            return
         if self.context.plan.nonfinite == "skip":
             return
         shown = ", ".join(map(repr, names[:SHOWN_NAMES]))

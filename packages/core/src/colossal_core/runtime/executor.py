@@ -64,7 +64,11 @@ class PlainExecutor(AbstractExecutor):
         part = self._part(share, weights)
         mean = loss.detach().double() * part
         pending = self._context.collectives.all_reduce(mean, self._group, phase="loss")
-        (loss * (part * self._degree).to(loss.dtype)).backward()
+        ratio = self._context.weights.ratio(weights[0])
+        factor = part * self._degree if ratio is None else part * self._degree * ratio
+        scale = self._context.arrivals.scale
+        with self._context.arrivals.weighed():
+            (loss * (factor * scale).to(loss.dtype)).backward()
         pending.wait()
         self._check(mean, weights)
         return mean.to(torch.float32)

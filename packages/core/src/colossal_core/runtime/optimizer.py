@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from colossal_core.errors import UsageError
+from colossal_core.runtime.accumulation import AccumulationWindow
 from colossal_core.runtime.norm import clip_factor
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         grad_norm: Norm of all gradients before clipping, of the last real step: 0-d fp64, equal on all ranks.
             NaN before the first.
         stepped: Whether the last call of :meth:`step` updated anything.
-        skipped_steps: How many calls did not, because gradients were not finite.
-        loss_scale: Factor of the loss before backward; 1.0 without fp16.
+        skipped_steps: How many windows did not, because gradients were not finite.
     """
 
     def __init__(self, user: torch.optim.Optimizer, engine: Engine, index: int) -> None:
@@ -51,16 +51,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.full((), math.nan, dtype=torch.float64)
         self.stepped = False
         self.skipped_steps = 0
-        self.loss_scale = 1.0
         self._engine = engine
         self._index = index
         self._clip: float | None = None
+        self._window = AccumulationWindow(engine.context.plan.accumulate)
         self._optimizer_step_pre_hooks.update(user._optimizer_step_pre_hooks)  # noqa: SLF001 - torch has no getter
         self._optimizer_step_post_hooks.update(user._optimizer_step_post_hooks)  # noqa: SLF001 - torch has no getter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce, measure, clip and update; collective over all ranks.
+
+        With ``accumulate=k`` only every k-th call does so, with the mean over the micro-batches in between,
+        weighted as they were; the others, with their ``zero_grad()`` and ``scheduler.step()``, do nothing.
 
         Args:
             closure: Evaluates the loss and runs backward, as in torch; called once.
@@ -76,9 +79,28 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with self._engine.reporting():
-            self._take_step()
+        self.stepped = False
+        self._window.add(self._engine.context.weights.take(self._index))
+        if self._window.is_full:
+            with self._engine.reporting():
+                self._take_step()
         return result
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Close an accumulation window that is not full, with the micro-batches that it has; collective.
+
+        Does nothing when no micro-batch is waiting.
+        """
+        self.stepped = False
+        if self._window.num_batches:
+            with self._engine.reporting():
+                self._take_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Clear the gradients as torch does; does nothing inside an accumulation window."""
+        if not self._window.num_batches:
+            super().zero_grad(set_to_none=set_to_none)
 
     def _take_step(self) -> None:
         """Reduce, measure, clip and update, or skip."""
@@ -86,16 +108,17 @@ class BoostedOptimizer(torch.optim.Optimizer):
         # Schedulers that were made over the user's object look there for the order of calls.
         self.user.__dict__["_opt_called"] = True
         manager = self._engine.manager
-        norm = manager.finish(self._index)
+        share = self._window.close()
+        norm = manager.finish(self._index) * share
         if not math.isfinite(norm):
             names = self._engine.collect_non_finite(self._index)
             manager.skip(self._index)
             self._clip, self.stepped = None, False
             self.skipped_steps += 1
-            self._engine.refuse_non_finite(names)
+            self._engine.handle_non_finite(names)
             return
         factor = clip_factor(norm, self.max_grad_norm) if self._clip is None else self._clip
-        manager.step(self._index, scale=factor)
+        manager.step(self._index, scale=factor * share)
         self._clip, self.stepped = None, True
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
         self._engine.after_step(self._index, {"grad_norm": norm})
@@ -108,7 +131,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             norm_type: Order of the norm; ``math.inf`` for the largest element.
 
         Returns:
-            The norm before clipping: 0-d fp64, the same on all ranks.
+            The norm before clipping: 0-d fp64, the same on all ranks; NaN inside an accumulation window,
+            where nothing is reduced yet and nothing is done.
 
         Raises:
             UsageError: ``max_grad_norm`` is set, so the step clips by itself.
@@ -118,9 +142,17 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 f"max_grad_norm is {self.max_grad_norm}, so step() clips by itself",
                 hint="set optimizer.max_grad_norm = None to clip by hand, or drop this call",
             )
-        norm = self._engine.manager.finish(self._index, norm_type=norm_type)
+        if self._window.num_batches + 1 < self._window.size:
+            return torch.full((), math.nan, dtype=torch.float64)
+        share = self._window.share(self._engine.context.weights.peek(self._index))
+        norm = self._engine.manager.finish(self._index, norm_type=norm_type) * share
         self._clip = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of losses before backward under fp16; 1.0 without it."""
+        return self._engine.context.arrivals.scale
 
     @property
     def state(self) -> Any:

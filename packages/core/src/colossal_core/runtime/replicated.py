@@ -82,9 +82,9 @@ class ReplicatedManager(AbstractMemoryManager):
         """Move the parameters into flat buffers; see :class:`~.interfaces.AbstractMemoryManager`."""
         self._context = context
         self._dtype_of = context.precision.dtypes(models.values())
-        guards = context.mesh.layout.world_size > 1
+        guards = context.mesh.layout.world_size > 1 or context.precision.is_narrow
         for index, optimizer in enumerate(optimizers):
-            window = GradientWindow(context.collectives, guards=guards)
+            window = GradientWindow(context.collectives, context.arrivals, guards=guards)
             owned = _Owned(window, optimizer, f"{GRADIENTS}.{index}")
             self._owned.append(owned)
             self._take(owned)
@@ -192,6 +192,7 @@ class ReplicatedManager(AbstractMemoryManager):
         norm = gradient_norm(
             owned.pieces, self._context.mesh.everyone(), self._context.collectives, norm_type=norm_type
         )
+        norm /= owned.window.loss_scale
         owned.norm = (norm_type, norm)
         return norm
 
@@ -199,14 +200,15 @@ class ReplicatedManager(AbstractMemoryManager):
         """Update every parameter that had a gradient on any rank."""
         owned = self._owned[optimizer]
         live = {touch.slot for touch in owned.touches if touch.is_live}
-        factor = _factor(scale)
+        scale /= owned.window.loss_scale
         if owned.driver is not None:
-            owned.driver.step(factor, live.__contains__)
+            owned.driver.step(_factor(scale), live.__contains__)
         self._close_window(owned, scale, updated=True)
 
     def skip(self, optimizer: int) -> None:
         """Leave everything as it is and close the window."""
-        self._close_window(self._owned[optimizer], 1.0, updated=False)
+        owned = self._owned[optimizer]
+        self._close_window(owned, 1.0 / owned.window.loss_scale, updated=False)
 
     def _close_window(self, owned: _Owned, scale: float, *, updated: bool) -> None:
         """Open the next window; in fp32 and fp64 ``p.grad`` then shows the averaged, clipped gradient."""

@@ -36,7 +36,9 @@ class Touch:
         is_live: Whether ``view`` holds a gradient: of this window, or one that the user did not clear after a
             step.
         was_sent: Whether it did so when the buffer left.
-        carried: Factor that a gradient left over from the last step still lacks.
+        carried: Factor that a gradient which backward did not deliver in this window still lacks; None when
+            there is no such gradient.
+        wide: Sum of several 16-bit gradients of this window, until the buffer leaves.
         late: Gradient that arrived after the buffer had left.
         late_change: What the user did to ``p.grad`` after the buffer had left.
         num_touches: How often backward delivered a gradient in this window.
@@ -49,7 +51,8 @@ class Touch:
     shown: Shown = "nothing"
     is_live: bool = False
     was_sent: bool = False
-    carried: float = 1.0
+    carried: float | None = None
+    wide: torch.Tensor | None = None
     late: torch.Tensor | None = None
     late_change: Change | None = None
     num_touches: int = 0
@@ -89,26 +92,80 @@ class Touch:
             self.is_live = True
             self.show_view()
         if change is not None:
-            self.carried = 1.0
+            self.carried, self.wide = (1.0 if change == "assigned" else None), None
 
-    def settle(self) -> None:
-        """Multiply a gradient left over from the last step by the factor that it still lacks."""
-        if self.is_live and self.carried != 1.0:
-            self.view.mul_(self.carried)
-        self.carried = 1.0
+    def settle(self, scale: float) -> None:
+        """Bring a gradient that the last step left or the user assigned to the terms of this window.
 
-    def note_change(self, change: Change | None) -> None:
-        """Remember what the user did to ``p.grad`` while the buffer is away."""
+        Args:
+            scale: Loss scale of the window.
+        """
+        if self.carried is not None and self.is_live and self.carried * scale != 1.0:
+            self.view.mul_(self.carried * scale)
+        self.carried = None
+
+    def add(self, gradient: torch.Tensor, factor: float) -> None:
+        """Add a gradient of this window to the buffer.
+
+        16-bit gradients are summed in fp32, and narrowed when the buffer leaves.
+
+        Args:
+            gradient: What backward delivered; the buffer's own view when autograd has added it already.
+            factor: What it is multiplied by.
+        """
+        if gradient is self.view:
+            return
+        if not self.is_live:
+            self.copy_from(gradient)
+            if factor != 1.0:
+                self.view.mul_(factor)
+        elif self.is_narrow:
+            if self.wide is None:
+                self.wide = self.view.float()
+            self.wide.add_(gradient.detach().to(self.wide.dtype), alpha=factor)
+        else:
+            self.view.add_(gradient.detach(), alpha=factor)
+        self.is_live = True
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the buffer holds 16-bit gradients."""
+        return self.view.dtype.itemsize == 2
+
+    def narrow(self) -> None:
+        """Bring the sum of several gradients back into the buffer."""
+        if self.wide is not None:
+            if self.is_live:
+                self.view.copy_(self.wide)
+            self.wide = None
+
+    def note_change(self, change: Change | None, scale: float) -> None:
+        """Remember what the user did to ``p.grad`` while the buffer is away.
+
+        Args:
+            change: From :meth:`changed_by_user`.
+            scale: Loss scale of the window.
+        """
         if change is None:
             return
         gradient = self.slot.parameter.grad
         if change == "assigned" and gradient is not None:
-            self.late, self.late_change = gradient.detach().clone(), "cleared"
+            self.late, self.late_change = gradient.detach() * scale, "cleared"
             self.show_guard()
             return
         self.late, self.late_change = None, change
         if change == "cleared":
             self.shown = "nothing"
+
+    def add_late(self, gradient: torch.Tensor, factor: float) -> None:
+        """Keep a gradient that arrived after the buffer had left; several are summed in fp32 at least."""
+        if factor != 1.0:
+            gradient = gradient * factor
+        if self.late is None:
+            self.late = gradient
+        else:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self.late = self.late.to(wide) + gradient
 
     def fold_in(self, *, keeps: bool) -> None:
         """Bring the buffer, which is back, in line with the late news.

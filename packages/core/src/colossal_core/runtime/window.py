@@ -41,6 +41,7 @@ from colossal_core.runtime.touch import Touch
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from colossal_core.runtime.arrivals import Arrivals
     from colossal_core.runtime.collectives import Collectives, Pending
     from colossal_core.runtime.flat import FlatBuffer
     from colossal_core.runtime.mesh import Group
@@ -91,15 +92,18 @@ class GradientWindow:
     after :meth:`finish` and :meth:`show` it shows the reduced gradient.
     """
 
-    def __init__(self, collectives: Collectives, *, guards: bool) -> None:
+    def __init__(self, collectives: Collectives, arrivals: Arrivals, *, guards: bool) -> None:
         """Watch nothing yet; see :meth:`add_lane`.
 
         Args:
             collectives: Where reductions go.
-            guards: Whether ``p.grad`` shows guards until :meth:`finish`; False only in a world of one rank,
-                where gradients are torch's own at any time.
+            arrivals: Weight and scale of the gradients that arrive.
+            guards: Whether ``p.grad`` shows guards until :meth:`finish`; False only in a world of one rank
+                without 16-bit gradients, where they are torch's own at any time.
         """
         self._collectives = collectives
+        self._arrivals = arrivals
+        self._scale: float | None = None
         self._guards = guards
         self._handles: list[RemovableHandle] = []
         self._nodes: list[torch.autograd.graph.Node] = []
@@ -141,6 +145,11 @@ class GradientWindow:
         self._nodes.clear()
 
     @property
+    def loss_scale(self) -> float:
+        """Loss scale that the gradients of this window are in; 1.0 before the first one."""
+        return 1.0 if self._scale is None else self._scale
+
+    @property
     def touches(self) -> list[tuple[FlatBuffer, Sequence[Touch]]]:
         """Buffers with the touches of their slots, in launch order."""
         return [pair for lane in self._lanes for pair in zip(lane.buffers, lane.touches, strict=True)]
@@ -167,7 +176,7 @@ class GradientWindow:
             raise UsageError(
                 f"the gradients of {names} were cleared on some ranks only, after backward had sent them; "
                 "all gradients of this step are dropped",
-                hint="clear them on all ranks, or run backward in booster.no_sync() where they may be cleared",
+                hint="clear them on all ranks, or run backward in booster.no_sync() where that may happen",
             )
         return any(outdated)
 
@@ -191,6 +200,7 @@ class GradientWindow:
             lane.stale.clear()
             lane.disputed.clear()
             self._predict(lane)
+        self._scale = None
 
     def show(self, *, gradients: bool, scale: Callable[[FlatBuffer], float]) -> None:
         """Let ``p.grad`` show reduced gradients, or guards where buffers do not hold what torch would show.
@@ -207,7 +217,7 @@ class GradientWindow:
                     touch.show_view()
                 else:
                     touch.show_guard()
-                touch.carried = 1.0 if gradients else scale(buffer)
+                touch.carried = None if gradients else scale(buffer)
 
     # --- inside backward ------------------------------------------------------------------------------------
 
@@ -229,14 +239,18 @@ class GradientWindow:
 
     def _before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Put into ``p.grad`` what autograd shall add to: the view, or None so that it hands over its own."""
+        self._arrivals.check(touch.slot.name)
         change = touch.changed_by_user()
         if index < lane.next:
-            touch.note_change(change)
-            touch.slot.parameter.grad = touch.late
+            touch.note_change(change, self._window_scale())
+            touch.slot.parameter.grad = None
             return
         touch.take_over(change)
-        touch.settle()
-        touch.slot.parameter.grad = touch.view if touch.is_live else None
+        touch.settle(self._window_scale())
+        # Autograd may add in place only where nothing has to be done to the gradient on its way.
+        as_it_is = not touch.is_narrow and self._factor() == 1.0 and not torch.is_grad_enabled()
+        adds_in_place = touch.is_live and as_it_is
+        touch.slot.parameter.grad = touch.view if adds_in_place else None
 
     def _after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Move a new gradient into the buffer and launch what is complete."""
@@ -246,14 +260,15 @@ class GradientWindow:
         if has_left or lane.is_reduced:
             lane.stale.add(index)
         if gradient is None:  # another hook has cleared it again
-            (touch.note_change if has_left else touch.take_over)("cleared")
+            if has_left:
+                touch.note_change("cleared", self._window_scale())
+            else:
+                touch.take_over("cleared")
         elif has_left:
-            touch.late = gradient.detach()
+            touch.add_late(gradient.detach(), self._factor())
             touch.show_guard()
         else:
-            if gradient is not touch.view:
-                touch.copy_from(gradient)
-            touch.is_live = True
+            touch.add(gradient, self._factor())
             if self._guards:
                 touch.show_guard()
             else:
@@ -276,7 +291,7 @@ class GradientWindow:
             for touch in touches:
                 if index < lane.next or lane.is_reduced:
                     change = touch.changed_by_user()
-                    touch.note_change(change)
+                    touch.note_change(change, self._window_scale())
                     if change is not None:
                         lane.stale.add(index)
         if lane.is_reduced:
@@ -313,7 +328,8 @@ class GradientWindow:
         """Bring the next buffer in line with what the user did to ``p.grad``, guard it, and send it."""
         for touch in lane.touches[lane.next]:
             touch.take_over(touch.changed_by_user())
-            touch.settle()
+            touch.settle(self._window_scale())
+            touch.narrow()
             touch.was_sent = touch.is_live
             if touch.is_live and self._guards:
                 touch.show_guard()
@@ -378,6 +394,18 @@ class GradientWindow:
         """Read all flags and notes of a lane with one copy to the host."""
         tails = torch.cat([buffer.tail for buffer in lane.buffers])
         return [float(note) for note in tails.tolist()]
+
+    # --- terms ----------------------------------------------------------------------------------------------
+
+    def _window_scale(self) -> float:
+        """Return the loss scale of this window; that of its first gradient."""
+        if self._scale is None:
+            self._scale = self._arrivals.scale
+        return self._scale
+
+    def _factor(self) -> float:
+        """Return what a gradient that arrives now is multiplied by to fit the others of this window."""
+        return self._arrivals.weight * (self._window_scale() / self._arrivals.scale)
 
     # --- bookkeeping ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,184 @@
+"""Loss scaling for fp16: small gradients are lifted into the range of fp16, and lowered again in the update.
+
+The one idea: the scale enters where the loss meets the model. Gradients that flow into a model through its
+    outputs are
+multiplied by the scale, gradients that leave it through its inputs are divided by it, so the user's own code
+around the model never sees scaled values. ``booster.backward`` is the explicit form: it scales the loss
+itself and switches these borders off, which is right for every graph, gradient penalties and losses on
+sub-modules included.
+
+# Note [Passing the border] A gradient that reaches an fp16 parameter unscaled would be silently wrong, so
+each backward pass has to prove that it was scaled: a border opens the gate for the pass that runs through it,
+``booster.backward`` opens it for its own, and a parameter that gets a gradient while the gate is closed
+raises. A border that runs with gradients enabled builds a graph of gradients; what is derived from that can
+only be scaled explicitly.
+
+Source: Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2; dynamic scaling with hysteresis as
+    in
+Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colossal_core.errors import NonFiniteError, UsageError
+from colossal_core.interfaces import AbstractBorder
+
+__all__ = ["LossScale", "ScaleBorder"]
+
+INITIAL_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+SMALLEST_SCALE = 1.0
+GROWTH_INTERVAL = 1000
+"""Clean steps in a row before the scale is doubled, as in Megatron-LM."""
+
+HYSTERESIS = 2
+"""The overflow that first halves the scale: a single outlier does not. Refilled when the scale grows."""
+
+
+@final
+class LossScale:
+    """The scale of one Booster, and the gate that keeps unscaled gradients out.
+
+    Starts at 2**16. From the second overflow on, each one halves it; ``GROWTH_INTERVAL`` clean steps in a row
+    double it, and the first overflow after that is for free again. Always a power of two between 1 and 2**24,
+    so scaling is exact but for the range of fp16. All ranks see the same steps, hence the same scale.
+
+    Attributes:
+        value: The scale of gradients that are computed now.
+    """
+
+    def __init__(self) -> None:
+        """Start at the initial scale with a closed gate."""
+        self.value = INITIAL_SCALE
+        self._num_clean = 0
+        self._num_at_smallest = 0
+        self._patience = HYSTERESIS
+        self._is_open = False
+        self._is_explicit = False
+        self._needs_explicit = False
+
+    # --- the rules ------------------------------------------------------------------------------------------
+
+    def note_clean(self) -> None:
+        """Count a step with finite gradients."""
+        self._num_clean += 1
+        self._num_at_smallest = 0
+        if self._num_clean == GROWTH_INTERVAL:
+            self._num_clean, self._patience = 0, HYSTERESIS
+            self.value = min(self.value * 2, LARGEST_SCALE)
+
+    def note_overflow(self) -> None:
+        """Count a step with a non-finite gradient.
+
+        Raises:
+            NonFiniteError: The scale cannot be lowered any more.
+        """
+        self._num_clean = 0
+        self._patience -= 1
+        if self._patience > 0:
+            return
+        if self.value <= SMALLEST_SCALE:
+            self._num_at_smallest += 1
+            if self._num_at_smallest == HYSTERESIS:
+                raise NonFiniteError(
+                    f"gradients are not finite in {HYSTERESIS} steps in a row, even at a loss scale of 1",
+                    hint="the loss diverges: lower the learning rate, check the data, or use 'bf16'",
+                )
+        self.value = max(self.value / 2, SMALLEST_SCALE)
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps."""
+        return {"value": self.value, "num_clean": self._num_clean, "patience": self._patience}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Continue from :meth:`state`."""
+        self.value = float(state["value"])
+        self._num_clean, self._patience = int(state["num_clean"]), int(state["patience"])
+
+    # --- the gate -------------------------------------------------------------------------------------------
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether ``booster.backward`` runs, so borders leave gradients alone."""
+        return self._is_explicit
+
+    def open_for_this_pass(self) -> None:
+        """Let gradients through until the backward pass that runs now has ended."""
+        if torch.is_grad_enabled():
+            self._needs_explicit = True
+        if not self._is_open:
+            self._is_open = True
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch has no other end of backward
+            engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        """Close the gate at the end of a backward pass."""
+        self._is_open = False
+
+    @contextmanager
+    def explicit(self) -> Iterator[None]:
+        """Let gradients of a loss through that was scaled itself; borders are off."""
+        self._is_explicit = True
+        try:
+            yield
+        finally:
+            self._is_explicit = self._needs_explicit = False
+
+    def check(self, name: str) -> None:
+        """Refuse a gradient of a parameter that was not scaled.
+
+        Raises:
+            UsageError: Naming the parameter and ``booster.backward``.
+        """
+        if self._is_explicit or (self._is_open and not self._needs_explicit):
+            return
+        self._is_open = self._needs_explicit = False
+        raise UsageError(
+            f"parameter {name!r} gets a gradient that did not pass the border of the boosted model, or that "
+            "comes from a gradient of a gradient, so it lacks the loss scale of fp16",
+            hint="replace loss.backward() by booster.backward(loss)",
+        )
+
+
+@final
+class ScaleBorder(AbstractBorder):
+    """Scales gradients that enter a model through its outputs, unscales those that leave by its inputs."""
+
+    def __init__(self, scale: LossScale) -> None:
+        """Follow a scale."""
+        self._scale = scale
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Watch the inputs that need gradients."""
+        watched_args, watched_kwargs = pytree.tree_map(
+            lambda leaf: self._watch(leaf, lowers=True), (args, kwargs)
+        )
+        return watched_args, watched_kwargs
+
+    def exit(self, outputs: Any) -> Any:
+        """Watch the outputs that need gradients."""
+        return pytree.tree_map(lambda leaf: self._watch(leaf, lowers=False), outputs)
+
+    def _watch(self, leaf: Any, *, lowers: bool) -> Any:
+        """Return an alias of a tensor whose gradient is multiplied or divided by the scale on its way."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
+            return leaf
+        # The user may work in place on an output, and may hold an input: an alias keeps our hook to itself.
+        alias = leaf.view_as(leaf)
+
+        def pass_border(gradient: torch.Tensor) -> torch.Tensor:
+            if not lowers:
+                self._scale.open_for_this_pass()
+            if self._scale.is_explicit:
+                return gradient
+            return gradient / self._scale.value if lowers else gradient * self._scale.value
+
+        alias.register_hook(pass_border)
+        return alias
