@@ -344,7 +344,7 @@ def join_slabs(traces: Sequence[Trace]) -> dict[str, torch.Tensor]:
                 box = tuple(
                     slice(start, start + n) for start, n in zip(slab.offset, slab.values.shape, strict=True)
                 )
-                if not torch.equal(torch.where(known[box], whole[box], slab.values), slab.values):
+                if not _agrees(whole[box][known[box]], slab.values[known[box]]):
                     raise ParityError(f"rank {rank} holds other bits of {name!r} than a rank before it")
                 whole[box], known[box] = slab.values, True
     for name, known in filled.items():
@@ -389,6 +389,11 @@ def _difference(
     if worst > bound:
         place = tuple(int(i) for i in torch.unravel_index(gaps.nan_to_num(math.inf).argmax(), gaps.shape))
         yield worst / bound, f"{what}: {worst:.3g} at {list(place)}, expected at most {bound:.3g}"
+
+
+def _agrees(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are equal, NaN counting as equal to itself."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _compare_numbers(trace: Trace, first: Trace, rank: int) -> None:
