@@ -21,7 +21,7 @@ from tqdm import tqdm
 from colossal_core import Booster, launch
 
 CONTEXT, WIDTH, HEADS, LAYERS = 128, 128, 4, 4
-BATCH, PEAK_RATE = 16, 2.5e-3  # the batch is that of all processes together
+BATCH, TOKENS, PEAK_RATE = 16, 16 * CONTEXT, 2.5e-3  # a step's, of all processes together
 
 
 class Block(nn.Module):
@@ -123,21 +123,21 @@ def main() -> None:
 
     losses, validation, windows = [], {}, train.unfold(0, CONTEXT + 1, 1)
     order = torch.Generator().manual_seed(0)  # all processes draw the same batch, and each takes its share
-    bar = tqdm(range(1, options.steps + 1), unit="tok", unit_scale=BATCH * CONTEXT, disable=world.rank > 0)
-    for step in bar:
-        batch = torch.randint(len(windows), (BATCH,), generator=order)
-        share = windows[batch[booster.data_rank :: booster.data_degree]]
-        loss = booster.forward_backward(model, (share[:, :-1], share[:, 1:]), F.cross_entropy)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        rate, norm = scheduler.get_last_lr()[0], optimizer.grad_norm
-        bar.set_postfix_str(f"loss {loss:.2f}, lr {rate:.1e}, gradient norm {norm:.2f}", refresh=False)
-        if step % 200 == 0 or step == options.steps:
-            validation[step] = validate(booster, model, held_out)
-            booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
-
+    with tqdm(total=options.steps * TOKENS, unit="tok", unit_scale=True, disable=world.rank > 0) as bar:
+        for step in range(1, options.steps + 1):
+            batch = torch.randint(len(windows), (BATCH,), generator=order)
+            share = windows[batch[booster.data_rank :: booster.data_degree]]
+            loss = booster.forward_backward(model, (share[:, :-1], share[:, 1:]), F.cross_entropy)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            rate, norm = scheduler.get_last_lr()[0], optimizer.grad_norm
+            bar.set_postfix_str(f"loss {loss:.2f}, lr {rate:.0e}, norm {norm:.2f}", refresh=False)
+            bar.update(TOKENS)
+            if step % 200 == 0 or step == options.steps:
+                validation[step] = validate(booster, model, held_out)
+                booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
     booster.print(f"\n{write_text(model, held_out[:CONTEXT], 400)}\n")
     counted = counting_losses(train, held_out)
     text = ", ".join(f"{name} {loss:.3f}" for name, loss in counted.items())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -78,8 +81,9 @@ def test_control_c_leaves_no_process(tmp_path: Path) -> None:
     if child == 0:
         os.chdir(tmp_path)
         os.execv(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     shown = b""
-    while b"gradient norm" not in shown:
+    while b"norm " not in shown:
         shown += os.read(terminal, 4096)
 
     os.write(terminal, b"\x03")
