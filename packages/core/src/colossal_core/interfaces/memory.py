@@ -54,6 +54,11 @@ class AbstractMemoryManager(ABC):
             context: Mesh, table (closed), collectives, plan and precision.
         """
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether ``p.grad`` is the reduced gradient between backward and step, for users to change."""
+        return False
+
     @abstractmethod
     def hold(self, optimizer: int | None = None) -> AbstractContextManager[None]:
         """Return a context in which backward is known not to be the last of its window."""
@@ -111,6 +116,14 @@ class AbstractMemoryManager(ABC):
 
         Returns:
             Bytes under ``values``, ``gradients``, ``masters`` and ``states``.
+        """
+
+    @abstractmethod
+    def full_gradients(self, optimizer: int) -> AbstractContextManager[dict[torch.Tensor, torch.Tensor]]:
+        """Return a context that shows the reduced gradients of an optimizer's parameters whole; collective.
+
+        The gradients are averages in fp32 at least, without the loss scale; edits are kept, and have to be
+        the same on all ranks. Parameters without a gradient on any rank are left out.
         """
 
     def full_parameters(self, model: nn.Module) -> AbstractContextManager[dict[str, torch.Tensor]]:

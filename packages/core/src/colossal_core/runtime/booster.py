@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final, overload
 
@@ -149,6 +149,10 @@ class Booster:
         for handle in engine.handles:
             handle.remove()
         engine.manager.detach()
+        for optimizer in engine.optimizers:
+            optimizer.release()
+        for undo in reversed(engine.context.undo):
+            undo()
         self._engine = None
         return model
 
@@ -302,6 +306,33 @@ class Booster:
         """Return a context that shows every parameter of a model whole, by serial name; edits are kept."""
         self._check_model(model)
         return self._built("full_parameters").manager.full_parameters(model)
+
+    @contextmanager
+    def full_gradients(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Show reduced gradients whole, by serial name, between backward and ``step()``; collective.
+
+        They are what ``p.grad`` would be on one process: averages, before clipping, without the loss scale,
+        in fp32 at least. Edits are kept, and have to be the same on all ranks. Parameters without a gradient
+        are left out.
+
+        Args:
+            model: A boosted model.
+
+        Raises:
+            UsageError: An accumulation window is open: its gradients are not complete.
+        """
+        engine = self._built("full_gradients")
+        self._check_model(model)
+        names: dict[torch.Tensor, str] = {tensor: name for name, tensor in model.named_parameters()}
+        with ExitStack() as stack:
+            shown: dict[str, torch.Tensor] = {}
+            for index, optimizer in enumerate(engine.optimizers):
+                if not any(p in names for group in optimizer.param_groups for p in group["params"]):
+                    continue
+                optimizer.check_window("full_gradients")
+                found = stack.enter_context(engine.manager.full_gradients(index))
+                shown.update({names[p]: gradient for p, gradient in found.items() if p in names})
+            yield shown
 
     def average(self, model: nn.Module, decay: float) -> Average:
         """Return a running average of a model's parameters that follows every real step from now on.

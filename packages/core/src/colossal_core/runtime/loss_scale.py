@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import NonFiniteError, UsageError
 from colossal_core.interfaces import AbstractBorder
+from colossal_core.runtime.backward_end import at_end_of_backward
 
 __all__ = ["LossScale", "ScaleBorder"]
 
@@ -115,8 +116,7 @@ class LossScale:
             self._needs_explicit = True
         if not self._is_open:
             self._is_open = True
-            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 - torch has no other end of backward
-            engine.queue_callback(self._close)
+            at_end_of_backward(self._close)
 
     def _close(self) -> None:
         """Close the gate at the end of a backward pass."""

@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 __all__ = ["BoostedOptimizer"]
 
 
+def refuse_step(*_args: Any, **_kwargs: Any) -> None:
+    """Stand in for ``step`` of the user's old object, which no longer holds what would be updated.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        "this is the optimizer that was given to boost(), which no longer updates anything",
+        hint="call step() of the optimizer that boost() returned",
+    )
+
+
+# Schedulers look for this mark to see whether they are the ones who watch ``step``.
+refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own mark
+
+
 @final
 class BoostedOptimizer(torch.optim.Optimizer):
     """Steps the user's optimizer on reduced gradients; made by ``Booster.boost``.
@@ -55,6 +71,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._index = index
         self._clip: float | None = None
         self._window = AccumulationWindow(engine.context.plan.accumulate)
+        self._users_step = user.__dict__.get("step")  # a scheduler or profiler may have patched it
+        user.__dict__["step"] = refuse_step
         self._optimizer_step_pre_hooks.update(user._optimizer_step_pre_hooks)  # noqa: SLF001 - torch has no getter
         self._optimizer_step_post_hooks.update(user._optimizer_step_post_hooks)  # noqa: SLF001 - torch has no getter
 
@@ -123,6 +141,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
         self._engine.after_step(self._index, {"grad_norm": norm})
 
+    def check_window(self, call: str) -> None:
+        """Refuse a call that needs complete gradients inside an accumulation window.
+
+        Raises:
+            UsageError: The next ``step()`` is not a real one.
+        """
+        waiting = self._window.num_batches + 1
+        if waiting < self._window.size:
+            raise UsageError(
+                f"{call} in micro-batch {waiting} of {self._window.size}: gradients are not complete",
+                hint="call it before the step() that closes the accumulation window",
+            )
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Reduce the gradients now and clip them in the coming :meth:`step`; collective over all ranks.
 
@@ -148,6 +179,21 @@ class BoostedOptimizer(torch.optim.Optimizer):
         norm = self._engine.manager.finish(self._index, norm_type=norm_type) * share
         self._clip = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
         return torch.tensor(norm, dtype=torch.float64)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Answer torch's GradScaler, which asks before it steps, and unscales gradients in place.
+
+        Raises:
+            UsageError: Gradients are not there to be unscaled.
+        """
+        if not self._engine.manager.shows_gradients:
+            raise UsageError(
+                "torch's GradScaler cannot unscale gradients that are reduced in optimizer.step()",
+                hint="drop it for Booster(precision='fp16'), which scales by itself, or keep it with "
+                "Replicated(reduce='backward') in fp32",
+            )
+        return False
 
     @property
     def loss_scale(self) -> float:
@@ -201,6 +247,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         except UsageError:
             self.user.param_groups.pop()
             raise
+
+    def release(self) -> None:
+        """Let the user's own optimizer step again."""
+        self.user.__dict__.pop("step", None)
+        if self._users_step is not None:
+            self.user.__dict__["step"] = self._users_step
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled or copied: it is bound to this process."""

@@ -8,14 +8,15 @@ backward fills them. With a 16-bit precision the update runs on fp32 masters and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
-from colossal_core.errors import UsageError
+from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.interfaces import AbstractMemoryManager
 from colossal_core.runtime.flat import BufferKind, FlatBuffer, Slot, fill_buffers
 from colossal_core.runtime.mesh import GRADIENTS
@@ -56,7 +57,8 @@ class _Owned:
     driver: SegmentedOptimizer | None = None
     sums: list[SharedSum] = field(factory=list)
     pieces: list[NormPiece] | None = None
-    norm: tuple[float, float] | None = None
+    is_summed: bool = False
+    is_averaged: bool = False
     grouping: list[list[torch.Tensor]] = field(factory=list)
 
     @property
@@ -82,9 +84,22 @@ class ReplicatedManager(AbstractMemoryManager):
         """Move the parameters into flat buffers; see :class:`~.interfaces.AbstractMemoryManager`."""
         self._context = context
         self._dtype_of = context.precision.dtypes(models.values())
+        each_backward = self.options.reduce == "backward"
+        if each_backward and context.precision.is_narrow:
+            raise CapabilityError(
+                f"Replicated(reduce='backward') with precision {context.plan.precision!r}: p.grad would show "
+                "16-bit gradients, while the update needs them in fp32",
+                hint="use precision='fp32', or leave reduce='window' and clip with max_grad_norm",
+            )
         guards = context.mesh.layout.world_size > 1 or context.precision.is_narrow
+        self._shows_gradients = not guards or each_backward
         for index, optimizer in enumerate(optimizers):
-            window = GradientWindow(context.collectives, context.arrivals, guards=guards)
+            window = GradientWindow(
+                context.collectives,
+                context.arrivals,
+                guards=not self._shows_gradients,
+                after_backward=partial(self._average, index) if each_backward else None,
+            )
             owned = _Owned(window, optimizer, f"{GRADIENTS}.{index}")
             self._owned.append(owned)
             self._take(owned)
@@ -156,6 +171,11 @@ class ReplicatedManager(AbstractMemoryManager):
             found.append((reduce, buffers))
         return found
 
+    @property
+    def shows_gradients(self) -> bool:
+        """True on one rank, and with ``reduce="backward"``."""
+        return self._shows_gradients
+
     # --- a step ---------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -175,26 +195,51 @@ class ReplicatedManager(AbstractMemoryManager):
         owned = self._owned[optimizer]
         if not _is_same(_grouping(owned.user), owned.grouping):
             self._take(owned)
+        if owned.is_averaged and not owned.window.has_arrivals:
+            owned.window.take_over()
+            return self._norm(owned, norm_type)
         if owned.window.finish():
             owned.window.discard()
-            owned.norm = None
+            owned.is_summed = False
             raise UsageError(
                 "gradients arrived or were changed after clip_grad_norm_() had reduced them; all gradients "
                 "of this step are dropped",
                 hint="call clip_grad_norm_() after the last backward(), right before optimizer.step()",
             )
-        if owned.norm is None:
+        if not owned.is_summed:
             for shared in owned.sums:
                 shared.run(self._context.collectives)
+            owned.is_summed = True
+        if owned.window.after_each_backward:
+            self._divide(owned)
+        return self._norm(owned, norm_type)
+
+    def _norm(self, owned: _Owned, norm_type: float) -> float:
+        """Return the norm of reduced gradients."""
         if owned.pieces is None:
             table, rank = self._context.table, self._context.mesh.rank
             owned.pieces = norm_pieces(table, self._gradient_places(owned), rank)
-        norm = gradient_norm(
-            owned.pieces, self._context.mesh.everyone(), self._context.collectives, norm_type=norm_type
-        )
-        norm /= owned.window.loss_scale
-        owned.norm = (norm_type, norm)
-        return norm
+        pieces = owned.pieces
+        if owned.is_averaged:
+            pieces = [evolve(piece, scale=1.0) for piece in pieces]
+        everyone = self._context.mesh.everyone()
+        norm = gradient_norm(pieces, everyone, self._context.collectives, norm_type=norm_type)
+        return norm / owned.window.loss_scale
+
+    def _average(self, optimizer: int) -> None:
+        """Average what a backward has delivered, as DDP does at its end; ``p.grad`` shows it at once."""
+        owned = self._owned[optimizer]
+        owned.is_averaged = False
+        self.finish(optimizer)
+
+    def _divide(self, owned: _Owned) -> None:
+        """Turn sums into averages in place, show them, and open the window for the next backward."""
+        for buffer in owned.buffers:
+            if buffer.kind.divisor != 1:
+                buffer.gradients[: buffer.numel].div_(buffer.kind.divisor)
+        owned.window.open_next()
+        owned.window.show(gradients=True, scale=_factor(1.0))
+        owned.is_averaged, owned.is_summed = True, False
 
     def step(self, optimizer: int, *, scale: float) -> None:
         """Update every parameter that had a gradient on any rank."""
@@ -202,7 +247,7 @@ class ReplicatedManager(AbstractMemoryManager):
         live = {touch.slot for touch in owned.touches if touch.is_live}
         scale /= owned.window.loss_scale
         if owned.driver is not None:
-            owned.driver.step(_factor(scale), live.__contains__)
+            owned.driver.step(self._factor(owned, scale), live.__contains__)
         self._close_window(owned, scale, updated=True)
 
     def skip(self, optimizer: int) -> None:
@@ -213,9 +258,10 @@ class ReplicatedManager(AbstractMemoryManager):
     def _close_window(self, owned: _Owned, scale: float, *, updated: bool) -> None:
         """Open the next window; in fp32 and fp64 ``p.grad`` then shows the averaged, clipped gradient."""
         shows = updated and all(not held.keeps_master for held in owned.ranges)
+        factor = self._factor(owned, scale)
         owned.window.open_next()
-        owned.window.show(gradients=shows, scale=_factor(scale))
-        owned.norm = None
+        owned.window.show(gradients=shows, scale=factor)
+        owned.is_summed = False
 
     def non_finite(self, optimizer: int) -> list[str]:
         """Return the parameters with a non-finite gradient."""
@@ -286,6 +332,28 @@ class ReplicatedManager(AbstractMemoryManager):
             found["states"] += numel * wide * optimizer_states
         return found
 
+    @contextmanager
+    def full_gradients(self, optimizer: int) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+        """Show averages in fp32 at least; edits go back into the buffers."""
+        owned = self._owned[optimizer]
+        self.finish(optimizer)
+        factor = self._factor(owned, 1.0 / owned.window.loss_scale)
+        scales = {touch: factor(buffer) for buffer, touches in owned.window.touches for touch in touches}
+        live = [touch for touch in scales if touch.is_live]
+        wide = [touch.view.to(torch.promote_types(touch.view.dtype, torch.float32)) for touch in live]
+        shown: dict[torch.Tensor, torch.Tensor] = {
+            touch.slot.parameter: gradient * scales[touch] for touch, gradient in zip(live, wide, strict=True)
+        }
+        yield shown
+        with torch.no_grad():
+            for touch in live:
+                touch.view.copy_(shown[touch.slot.parameter] / scales[touch])
+
+    @staticmethod
+    def _factor(owned: _Owned, scale: float) -> Callable[[FlatBuffer], float]:
+        """Return the function that tells by what a buffer's gradients are multiplied before the update."""
+        return (lambda _: scale) if owned.is_averaged else _factor(scale)
+
     @staticmethod
     def _gradient_places(owned: _Owned) -> list[Place]:
         """Return where the gradients of one optimizer's parameters are."""
@@ -296,7 +364,7 @@ class ReplicatedManager(AbstractMemoryManager):
         ]
 
 
-def _factor(scale: float) -> Any:
+def _factor(scale: float) -> Callable[[FlatBuffer], float]:
     """Return the function that tells by what a buffer's summed gradients are multiplied."""
     return lambda buffer: scale / buffer.kind.divisor
 

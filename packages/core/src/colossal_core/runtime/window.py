@@ -36,6 +36,7 @@ import torch
 from attrs import define, field
 
 from colossal_core.errors import UsageError
+from colossal_core.runtime.backward_end import at_end_of_backward
 from colossal_core.runtime.touch import Touch
 
 if TYPE_CHECKING:
@@ -92,17 +93,28 @@ class GradientWindow:
     after :meth:`finish` and :meth:`show` it shows the reduced gradient.
     """
 
-    def __init__(self, collectives: Collectives, arrivals: Arrivals, *, guards: bool) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        arrivals: Arrivals,
+        *,
+        guards: bool,
+        after_backward: Callable[[], None] | None = None,
+    ) -> None:
         """Watch nothing yet; see :meth:`add_lane`.
 
         Args:
             collectives: Where reductions go.
             arrivals: Weight and scale of the gradients that arrive.
             guards: Whether ``p.grad`` shows guards until :meth:`finish`; False only in a world of one rank
-                without 16-bit gradients, where they are torch's own at any time.
+                without 16-bit gradients, where they are torch's own at any time, and with
+                ``after_backward``.
+            after_backward: Called at the end of every backward outside :meth:`hold`; reduces the gradients.
         """
         self._collectives = collectives
         self._arrivals = arrivals
+        self._after_backward = after_backward
+        self._awaits_end = False
         self._scale: float | None = None
         self._guards = guards
         self._handles: list[RemovableHandle] = []
@@ -122,7 +134,8 @@ class GradientWindow:
             [Touch.of(slot, buffer.gradient_view(slot)) for slot in buffer.slots] for buffer in buffers
         ]
         lane = Lane(group, buffers, records)
-        lane.launches_early = self._guards and all(group is not other.group for other in self._lanes)
+        waits_for_others = self._guards or self._after_backward is not None
+        lane.launches_early = waits_for_others and all(group is not other.group for other in self._lanes)
         self._lanes.append(lane)
         for index, touches in enumerate(lane.touches):
             for touch in touches:
@@ -143,6 +156,16 @@ class GradientWindow:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+
+    @property
+    def after_each_backward(self) -> bool:
+        """Whether gradients are reduced at the end of every backward."""
+        return self._after_backward is not None
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether backward has delivered a gradient in this window."""
+        return any(touch.num_touches for _, touches in self.touches for touch in touches)
 
     @property
     def loss_scale(self) -> float:
@@ -179,6 +202,15 @@ class GradientWindow:
                 hint="clear them on all ranks, or run backward in booster.no_sync() where that may happen",
             )
         return any(outdated)
+
+    def take_over(self) -> None:
+        """Bring buffers that hold averages in line with what the user did to ``p.grad``."""
+        for _, touches in self.touches:
+            for touch in touches:
+                touch.take_over(touch.changed_by_user())
+                touch.settle(1.0)
+                if not touch.is_live:
+                    touch.view.zero_()
 
     def discard(self) -> None:
         """Clear all gradients and close the window, after an error that every rank raises."""
@@ -255,6 +287,9 @@ class GradientWindow:
     def _after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Move a new gradient into the buffer and launch what is complete."""
         touch.num_touches += 1
+        if self._after_backward is not None and not self._awaits_end:
+            self._awaits_end = True
+            at_end_of_backward(self._end_backward)
         gradient = touch.slot.parameter.grad
         has_left = index < lane.next
         if has_left or lane.is_reduced:
@@ -277,6 +312,12 @@ class GradientWindow:
             lane.waiting[index] -= 1
             if self._holds == 0 and lane.launches_early:
                 self._launch_ready(lane)
+
+    def _end_backward(self) -> None:
+        """Let the manager reduce what this backward delivered, unless more passes are known to follow."""
+        self._awaits_end = False
+        if self._after_backward is not None and self._holds == 0:
+            self._after_backward()
 
     def _launch_ready(self, lane: Lane) -> None:
         """Launch, in order, every complete buffer but the last."""
@@ -314,7 +355,7 @@ class GradientWindow:
                 touch.is_live = notes[position + touch.slot.index] > 0
             position += len(touches)
         lane.is_reduced = True
-        if not self._guards:
+        if not self._guards and self._after_backward is None:
             lane.next = 0  # there is nothing to wait for: gradients stay torch's own
         return False
 
