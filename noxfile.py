@@ -38,10 +38,10 @@ def prepare_environment(environment: dict[str, str]) -> dict[str, str]:
     Returns:
         ``UV_FIND_LINKS`` where only pip's variable is set (pip separates by spaces, uv by commas), else
         ``UV_TORCH_BACKEND=auto`` where neither is set, so that a machine without a GPU gets a CPU build of
-        torch. Never both: the backend would hide the linked files. One thread per process: a test starts up
-        to eight ranks. Bytecode is kept, because sessions start hundreds of interpreters.
+        torch. Never both: the backend would hide the linked files. Bytecode is kept, because sessions start
+        hundreds of interpreters.
     """
-    added = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
+    added = {"PYTHONDONTWRITEBYTECODE": ""}
     if "UV_FIND_LINKS" not in environment:
         if links := environment.get("PIP_FIND_LINKS", "").split():
             added["UV_FIND_LINKS"] = ",".join(links)
@@ -67,6 +67,12 @@ def run_ranks(session: nox.Session, *command: str, **environment: str) -> None:
     session.run(*command, env=environment, interrupt_timeout=30, terminate_timeout=10)
 
 
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with one thread for each process: a test starts up to eight ranks, also on two cores."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    run_ranks(session, "pytest", *arguments, *session.posargs, OMP_NUM_THREADS=threads)
+
+
 def test_groups(*members: str) -> tuple[str, ...]:
     """Name the group of each member that holds what its tests need."""
     return tuple(f"packages/{member}/pyproject.toml:test" for member in members)
@@ -87,14 +93,14 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test all members together, and what lies between them: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    run_ranks(session, "pytest", "-m", "not slow", *session.posargs)
+    run_tests(session, "-m", "not slow")
 
 
 @nox.session(python=PYTHON)
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    run_ranks(session, "pytest", "-m", "slow", *session.posargs)
+    run_tests(session, "-m", "slow")
 
 
 @nox.session(python=PYTHON)
@@ -102,7 +108,7 @@ def slow(session: nox.Session) -> None:
 def tests_alone(session: nox.Session, member: str) -> None:
     """Test one member in an environment that holds only what it declares: -- [pytest's options]."""
     install(session, member, groups=test_groups(member))
-    run_ranks(session, "pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs)
+    run_tests(session, "-m", "not slow", f"packages/{member}/tests")
 
 
 @nox.session(python=PYTHON)
@@ -111,7 +117,7 @@ def lowest(session: nox.Session, member: str) -> None:
     """Test one member with the oldest versions that it declares, torch included (a download of some size)."""
     floors = ("--no-config", "--resolution", "lowest-direct")
     install(session, member, groups=test_groups(member), options=floors)
-    run_ranks(session, "pytest", "-m", "not slow", f"packages/{member}/tests", *session.posargs)
+    run_tests(session, "-m", "not slow", f"packages/{member}/tests")
 
 
 @nox.session(python=PYTHON)
@@ -196,6 +202,13 @@ def startup(session: nox.Session) -> None:
         "--compile-bytecode", "--reinstall-package", "colossal-core", *map(str, sorted(target.glob("*.whl")))
     )
     session.run("python", "benchmarks/startup.py", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def docs(session: nox.Session) -> None:
+    """Write the reference pages of docs/ from the docstrings: -- --check only says which are out of date."""
+    install(session, "core")
+    session.run("python", "docs/generate.py", *session.posargs)
 
 
 @nox.session(python=PYTHON)
