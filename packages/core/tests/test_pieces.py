@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from colossal_core import CapabilityError, Replicated, UsageError
+from colossal_core import Replicated, UsageError
 
 
 def test_replicated_is_a_frozen_value() -> None:
@@ -23,10 +23,9 @@ def vars_of_frozen(piece: Any) -> None:
     piece.reduce = "backward"
 
 
-def test_reduction_in_backward_comes_later() -> None:
-    """It is refused with that reason, not ignored."""
-    with pytest.raises(CapabilityError, match="not available yet"):
-        Replicated(reduce="backward")
+def test_reduction_in_backward_is_a_choice() -> None:
+    """It is part of the value."""
+    assert Replicated(reduce="backward") != Replicated()
 
 
 def test_an_unknown_choice_is_refused() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, final
 import attrs
 
 from colossal_core.arrangement import Degree, arrange, find_axis_problems, order_strategies
-from colossal_core.errors import CapabilityError, ColossalError, PlanError, join_errors
+from colossal_core.errors import ColossalError, PlanError, join_errors
 from colossal_core.options import write_options
 from colossal_core.pieces import Replicated
 from colossal_core.plugins.builtin import REPLICATED
@@ -110,7 +110,6 @@ def normalise_setting(key: str, value: object, place: str = "") -> object:
 
     Raises:
         PlanError: The value means nothing for this key.
-        CapabilityError: It will mean something in a later version.
     """
     return SETTINGS[key](value, place or key)
 
@@ -239,7 +238,6 @@ class Plan:
 
     Raises:
         PlanError: Something contradicts something else. Lists everything that was found.
-        CapabilityError: Everything that was found comes in a later version.
     """
 
     strategies: tuple[PlannedPiece, ...] = attrs.field(default=(), converter=order_strategies)
