@@ -40,7 +40,7 @@ _TABLES = ("memory", "parallel", "pieces", "plugins")
 _ELSEWHERE: Mapping[str, str] = {
     "bf16": "write precision = 'bf16'",
     "dtype": "write precision = 'bf16', 'fp32' or 'fp64'",
-    "fp16": "write precision = 'bf16'; fp16 is not available yet",
+    "fp16": "write precision = 'fp16'",
     "gradient_accumulation_steps": "write accumulate",
     "gradient_clipping": "write max_grad_norm",
     "mixed_precision": "write precision",
