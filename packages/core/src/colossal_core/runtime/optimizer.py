@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -127,17 +128,17 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.user.__dict__["_opt_called"] = True
         manager = self._engine.manager
         share = self._window.close()
+        clip, self._clip = self._clip, None  # also when finish() raises: the next step clips anew
         norm = manager.finish(self._index) * share
         if not math.isfinite(norm):
             names = self._engine.collect_non_finite(self._index)
             manager.skip(self._index)
-            self._clip, self.stepped = None, False
             self.skipped_steps += 1
             self._engine.handle_non_finite(names)
             return
-        factor = clip_factor(norm, self.max_grad_norm) if self._clip is None else self._clip
+        factor = clip_factor(norm, self.max_grad_norm) if clip is None else clip
         manager.step(self._index, scale=factor * share)
-        self._clip, self.stepped = None, True
+        self.stepped = True
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
         self._engine.after_step(self._index, {"grad_norm": norm})
 
@@ -229,7 +230,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             for parameter, position in zip(group["params"], other["params"], strict=True):
                 if position in by_index:
                     state[parameter] = dict(by_index[position])
-            group.update({key: value for key, value in other.items() if key != "params"})
+            group.update({key: deepcopy(value) for key, value in other.items() if key != "params"})
         self._engine.manager.load_state(self._index, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

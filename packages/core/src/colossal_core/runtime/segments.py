@@ -99,12 +99,14 @@ class SegmentedOptimizer:
 
     The copy shares nothing with the user's object but the values in the parameter groups, which are read
     before each update and written back after it, so schedulers and the user see and change the real ones.
+    ``idle`` is the state of parameters that are in no segment, such as frozen ones: kept and shown.
     """
 
     user: torch.optim.Optimizer
     owned: Sequence[OwnedRange]
     inner: torch.optim.Optimizer = field(init=False)
     segments: list[Segment] = field(init=False, factory=list)
+    idle: dict[torch.Tensor, State] = field(init=False, factory=dict)
     is_flat: bool = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -133,7 +135,7 @@ class SegmentedOptimizer:
             run: list[Slot] = []
             key: object = None
             for slot in owned.buffer.slots:
-                if slot.stop <= owned.start or slot.start >= owned.stop or slot.parameter not in group_of:
+                if slot.parameter not in group_of or not _lies_in(slot, owned.start, owned.stop, owned.stop):
                     self._add_run(owned, run, group_of)
                     run = []
                     continue
@@ -147,6 +149,8 @@ class SegmentedOptimizer:
         self._regroup()
         for segment in self.segments:
             self._give_state(segment, state)
+        cut = {slot.parameter for segment in self.segments for slot in segment.slots}
+        self.idle = {parameter: dict(theirs) for parameter, theirs in state.items() if parameter not in cut}
 
     def state_of_parameters(self) -> dict[torch.Tensor, State]:
         """Return the state by parameter, in the parameters' shapes: what torch would hold, as fresh tensors.
@@ -154,12 +158,14 @@ class SegmentedOptimizer:
         Only the ranges that this rank owns are filled; under managers that shard, the rest is zero.
         """
         found: dict[torch.Tensor, State] = {}
+        for parameter, state in self.idle.items():
+            found[parameter] = {name: _copy(value) for name, value in state.items()}
         for segment in self.segments:
             for name, value in self.inner.state.get(segment.leaf, {}).items():
                 for slot in segment.slots:
                     target = found.setdefault(slot.parameter, {})
                     if not _is_like(name, value, segment.leaf):
-                        target[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                        target[name] = _copy(value)
                         continue
                     if name not in target:
                         target[name] = torch.zeros(
@@ -236,7 +242,7 @@ class SegmentedOptimizer:
             return
         for first in range(start, max(stop, start + 1), CHUNK_NUMEL):
             last = min(first + CHUNK_NUMEL, stop)
-            inside = tuple(slot for slot in run if slot.start < last and slot.stop > first) or tuple(run)
+            inside = tuple(slot for slot in run if _lies_in(slot, first, last, stop))
             self.segments.append(self._segment(owned, (first, last), group, inside, None))
 
     @staticmethod
@@ -267,7 +273,7 @@ class SegmentedOptimizer:
         target: State = {}
         for name, value in states[0].items():
             if not _is_like(name, value, segment.slots[0].parameter):
-                target[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                target[name] = _copy(value)
                 continue
             pieces = []
             for slot, theirs in zip(segment.slots, states, strict=True):
@@ -336,6 +342,18 @@ def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return copy
 
 
+def _lies_in(slot: Slot, start: int, stop: int, end: int) -> bool:
+    """Whether a slot overlaps ``[start, stop)``; one without elements lies where it begins, or at the end."""
+    if slot.start < slot.stop:
+        return slot.start < stop and slot.stop > start
+    return start <= slot.start < stop or slot.start == stop == end
+
+
+def _copy(value: object) -> object:
+    """Copy a state that is a tensor."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def _is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
     """Whether a state has one element for each of the parameter's; for 0-d parameters its name decides."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
@@ -363,5 +381,5 @@ def _slice_state(state: State, leaf: torch.Tensor, start: int, numel: int) -> St
         if _is_like(name, value, leaf):
             piece[name] = value[start : start + numel]
         else:
-            piece[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            piece[name] = _copy(value)
     return piece
