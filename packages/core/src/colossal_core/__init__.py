@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from colossal_core.errors import RankMismatchError as RankMismatchError
     from colossal_core.errors import UnknownNameError as UnknownNameError
     from colossal_core.errors import UsageError as UsageError
+    from colossal_core.pieces import Recompute as Recompute
     from colossal_core.pieces import Replicated as Replicated
     from colossal_core.plan import Plan as Plan
     from colossal_core.runtime.booster import Booster as Booster
@@ -41,6 +42,7 @@ _HOMES = {
     "PluginError": "colossal_core.errors",
     "PluginLoadError": "colossal_core.errors",
     "RankMismatchError": "colossal_core.errors",
+    "Recompute": "colossal_core.pieces",
     "Replicated": "colossal_core.pieces",
     "UnknownNameError": "colossal_core.errors",
     "UsageError": "colossal_core.errors",
@@ -62,6 +64,7 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "RankMismatchError",
+    "Recompute",
     "Replicated",
     "UnknownNameError",
     "UsageError",

@@ -8,13 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from colossal_core.plugins.hookspec import hookimpl
-from colossal_core.plugins.records import DiagnosticSpec, MemoryManagerSpec
+from colossal_core.plugins.records import DiagnosticSpec, MemoryManagerSpec, StrategySpec
 from colossal_core.plugins.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["REPLICATED", "colossal_register_diagnostics", "colossal_register_memory_managers"]
+__all__ = [
+    "RECOMPUTE",
+    "REPLICATED",
+    "colossal_register_diagnostics",
+    "colossal_register_memory_managers",
+    "colossal_register_strategies",
+]
 
 REPLICATED = MemoryManagerSpec(
     name="replicated",
@@ -24,11 +30,26 @@ REPLICATED = MemoryManagerSpec(
 )
 """The manager of a plan that names none."""
 
+RECOMPUTE = StrategySpec(
+    name="recompute",
+    summary="Keep only the inputs of blocks, and run them again when backward needs the rest.",
+    options=Target("colossal_core.pieces:Recompute"),
+    target=Target("colossal_core.runtime.recompute:RecomputeStrategy"),
+    phase="recompute",
+)
+"""Recomputation by blocks."""
+
 
 @hookimpl
 def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
     """Offer the memory managers of core."""
     yield REPLICATED
+
+
+@hookimpl
+def colossal_register_strategies() -> Iterable[StrategySpec]:
+    """Offer the strategies of core."""
+    yield RECOMPUTE
 
 
 @hookimpl

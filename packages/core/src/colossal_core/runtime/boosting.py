@@ -32,6 +32,7 @@ from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.accumulation import LossWeights
 from colossal_core.runtime.arrivals import Arrivals
+from colossal_core.runtime.batchnorm import install_batchnorms, needs_batchnorms
 from colossal_core.runtime.borders import hook_border
 from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.context import Context
@@ -42,6 +43,7 @@ from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.precision import Precision, cast_borders
+from colossal_core.runtime.randomness import settle_randomness
 from colossal_core.runtime.table import ParameterTable, check_groups
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class _Proposed:
         strategies: Strategies with their names and proposals, in order of application.
         manager: The memory manager, not attached yet.
         precision: Dtypes.
+        needs_batchnorms: Whether BatchNorms have to be replaced.
     """
 
     layout: MeshLayout
@@ -70,6 +73,7 @@ class _Proposed:
     strategies: tuple[tuple[str, AbstractStrategy, Proposal], ...]
     manager: AbstractMemoryManager
     precision: Precision
+    needs_batchnorms: bool
 
 
 def build_engine(
@@ -123,6 +127,7 @@ def build_engine(
         observers=registry.observers,
     )
     _install_borders(engine, borders)
+    settle_randomness(proposed.layout, world.rank, agreement)
     return engine
 
 
@@ -153,7 +158,12 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
         strategies.append((piece.name, strategy, proposal))
     manager: AbstractMemoryManager = _make(plan.memory, AbstractMemoryManager)
     return _Proposed(
-        layout=layout, table=table, strategies=tuple(strategies), manager=manager, precision=precision
+        layout=layout,
+        table=table,
+        strategies=tuple(strategies),
+        manager=manager,
+        precision=precision,
+        needs_batchnorms=needs_batchnorms(objects.models, plan, layout),
     )
 
 
@@ -208,11 +218,13 @@ def _group_lines(proposed: _Proposed) -> list[str]:
 
 
 def _apply(objects: Objects, proposed: _Proposed, context: Context, agreement: Agreement) -> None:
-    """Let each strategy cut, and close the table.
+    """Replace BatchNorms, let each strategy cut, and close the table.
 
     Raises:
         ColossalError: A strategy failed, or wrote what cannot be; on every rank.
     """
+    if proposed.needs_batchnorms:
+        install_batchnorms(objects.models, context)
     for name, strategy, proposal in proposed.strategies:
         for spec in proposal.groups:
             context.mesh.group(spec)

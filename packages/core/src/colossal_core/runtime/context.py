@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
+
+from colossal_core.runtime.batchnorm import RowWeights
 
 if TYPE_CHECKING:
     from colossal_core.plan import Plan
@@ -30,6 +33,9 @@ class Context:
         precision: Dtypes of the plan.
         arrivals: Weight and loss scale of gradients that backward delivers.
         weights: What losses of micro-batches weigh, for executors.
+        row_weights: How much the rows of this rank's batch count in batch statistics; set by whoever hands
+            out the batch.
+        undo: What ``booster.release`` calls, last first, once parameters own their memory again.
     """
 
     mesh: Mesh
@@ -39,3 +45,5 @@ class Context:
     precision: Precision
     arrivals: Arrivals
     weights: LossWeights
+    row_weights: RowWeights = field(factory=RowWeights)
+    undo: list[Callable[[], None]] = field(factory=list)

@@ -1,0 +1,99 @@
+"""Random state from boost on: different where samples differ, equal where ranks work on the same samples.
+
+The one idea: every generator is seeded anew from (seed, data coordinate), so ranks that bring different
+samples draw different dropout masks, ranks along tensor, sequence and pipeline axes draw the same, and a run
+with the same seed on the same layout repeats itself. The seed is the one that rank 0 set last, by ``launch``
+or by ``torch.manual_seed``, and all ranks take it, also if they had set another.
+
+Where there is one data rank, generators go on from where they are: such a run, on one rank or on many, draws
+what the plain script draws on one process. Ranks whose states differ then take over that of rank 0.
+
+A permutation that all ranks have to draw alike belongs into a ``torch.Generator`` of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from colossal_core.mesh import MeshLayout
+    from colossal_core.runtime.agreement import Agreement
+
+__all__ = ["data_seed", "reseed", "settle_randomness"]
+
+
+def data_seed(seed: int, data_coordinate: int) -> int:
+    """Return the seed of one data coordinate: 63 bits of SHA-256, so that neighbours have nothing in common.
+
+    Args:
+        seed: Seed of the run.
+        data_coordinate: Which share of the global batch a rank brings.
+    """
+    digest = hashlib.sha256(f"colossal {seed} {data_coordinate}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def reseed(seed: int, data_coordinate: int) -> None:
+    """Seed ``random``, numpy where it was imported, torch and its accelerators for one data coordinate.
+
+    Args:
+        seed: Seed of the run, the same on all ranks.
+        data_coordinate: Which share of the global batch this rank brings.
+    """
+    derived = data_seed(seed, data_coordinate)
+    random.seed(derived)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(derived % 2**32)  # numpy's limit
+    torch.manual_seed(derived)
+
+
+def settle_randomness(layout: MeshLayout, rank: int, agreement: Agreement) -> None:
+    """Bring the generators of all ranks into the state that they train with; called on every rank by boost.
+
+    Args:
+        layout: Axes of the run.
+        rank: This rank.
+        agreement: How ranks compare.
+    """
+    if layout.world_size == 1:
+        return
+    if layout.data_degree > 1:
+        seed = int(agreement.share("seed", str(torch.initial_seed()))[0])
+        reseed(seed, layout.data_coordinate(rank))
+        return
+    mine = _read_states()
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(agreement.share("random states", digest))) > 1:
+        _write_states(json.loads(agreement.share("states of rank 0", json.dumps(mine))[0]))
+
+
+def _read_states() -> dict[str, Any]:
+    """Return the states of the generators that are in use here, as plain numbers and texts."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [kind, keys.tolist(), *rest]
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state().tolist()
+    return found
+
+
+def _write_states(states: Mapping[str, Any]) -> None:
+    """Set the generators that both ranks use to the states of another rank."""
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(tuple(states["numpy"]))
+    if torch.cuda.is_initialized() and "cuda" in states:
+        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
