@@ -4,8 +4,8 @@ Source: Agarwal et al., *A three-dimensional approach to parallel matrix multipl
 *Maximizing Parallelism in Distributed Training for Huge Neural Networks*, 2021.
 
 Shape legend: M rows of activations, H, N and O features before, between and behind two layers, q ranks along
-each axis. Activations that enter have their rows cut over ``rows`` and, finer, over ``depth``, and their features
-over ``columns``; those between the layers have ``rows`` and ``columns`` exchanged.
+each axis. Activations that enter have their rows cut over ``rows`` and, finer, over ``depth``, and their
+features over ``columns``; those between the layers have ``rows`` and ``columns`` exchanged.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class _CubeLinear(nn.Linear):
         """Map ``[M / q^2, H / q]`` to ``[M / q^2, N / q]``."""
         rows = gather(features, self.before, has_shares=True)
         weight = self.weight if self.depth is None else gather(self.weight, self.depth, has_shares=True)
-        assert self.bias is not None
         return scatter_sum(F.linear(rows, weight), self.behind) + self.bias
 
 

@@ -10,9 +10,9 @@ from colossal_core.boxes import Box
 from colossal_core.interfaces import Proposal
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.context import Context
-from colossal_core.runtime.table import Part
+from colossal_core.runtime.table import Key, Part
 
-__all__ = ["apply_cuts", "slab", "stack"]
+__all__ = ["apply_cuts", "cut_further", "slab", "stack"]
 
 
 def slab(
@@ -55,6 +55,21 @@ def apply_cuts(proposal: Proposal, context: Context, *, reduce: GroupSpec | None
                 local = Box(part.local, part.box.size)
                 tensor.detach()[local.slices] = whole[part.box.slices]
         context.table.cut(key, parts=parts, reduce=reduce)
+
+
+def cut_further(key: Key, rows: tuple[int, int], axis: str, context: Context) -> None:
+    """Cut dim 0 of what an earlier strategy left whole of a tensor; nothing happens where it left nothing.
+
+    Who holds the new part held the old one and is at the same coordinate; sums of its gradient stay.
+    """
+    entry = context.table[key]
+    if not entry.parts:
+        return
+    (part,) = entry.parts
+    layout, tensor = context.mesh.layout, context.table.tensor(entry)
+    tensor.data = tensor.detach()[slice(*rows)].clone()
+    holders = layout.intersection([part.holders, layout.without(axis)])
+    context.table.cut(key, parts=[slab(entry.shape, {0: rows}, holders, part.sum_over)])
 
 
 def _local_shape(parts: Sequence[Part]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A strategy along a part of ``data``: experts are divided over some data ranks and averaged over the others."""
+"""A strategy along a part of ``data``: experts are divided over some ranks and averaged over the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, hidden, width))
 
     def forward(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Map ``[token, width]`` to the same shape; zero for tokens whose expert, ``[token]``, is not here."""
+        """Map ``[token, width]`` to the same shape; zero for tokens whose chosen expert is not here."""
         outputs = torch.zeros_like(tokens)
         for number in range(self.up.shape[0]):
             # Computed for all tokens, so that an expert without any has a gradient of zero, as its slice in a

@@ -1,11 +1,12 @@
 """Differentiable communication, as somebody who writes a strategy would write it on the public collectives.
 
-Each function is named by what it does to the value; its backward is what that means for the gradient. A *wire*
-is all that they need to know: who talks, and under which phase the ledger books it.
+Each function is named by what it does to the value; its backward is what that means for the gradient. A
+*wire* is all that they need to know: who talks, and under which phase the ledger books it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from colossal_core.runtime.mesh import Group
 __all__ = [
     "Wire",
     "become",
+    "call",
     "enter",
     "gather",
     "keep_own",
@@ -96,11 +98,11 @@ class _SumShares(torch.autograd.Function):
     """Sum; the gradient is everybody's."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def forward(_: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
         return wire.sum(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(_: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0], None
 
 
@@ -161,22 +163,25 @@ class _PlaceAndSum(torch.autograd.Function):
         return gradients[0][ctx.slices].contiguous(), None, None, None
 
 
+def call(function: type[torch.autograd.Function], *arguments: object) -> torch.Tensor:
+    """Call a differentiable function of one value."""
+    apply: Callable[..., torch.Tensor] = function.apply
+    return apply(*arguments)
+
+
 def enter(value: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Return the value, for use by ranks that each compute something else of it."""
-    result: torch.Tensor = _Enter.apply(value, wire)
-    return result
+    return call(_Enter, value, wire)
 
 
 def sum_shares(value: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Return the sum of the ranks' shares."""
-    result: torch.Tensor = _SumShares.apply(value, wire)
-    return result
+    return call(_SumShares, value, wire)
 
 
 def keep_own(value: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Return this rank's piece of a value that all ranks have."""
-    result: torch.Tensor = _KeepOwn.apply(value, wire)
-    return result
+    return call(_KeepOwn, value, wire)
 
 
 def gather(value: torch.Tensor, wire: Wire, *, has_shares: bool = False) -> torch.Tensor:
@@ -185,24 +190,21 @@ def gather(value: torch.Tensor, wire: Wire, *, has_shares: bool = False) -> torc
     Args:
         value: This rank's piece, equally large on all ranks.
         wire: The ranks.
-        has_shares: Whether each rank goes on with something else, so that it has only a share of the gradient.
+        has_shares: Whether each rank goes on with something else, so that it has a share of the gradient.
     """
-    result: torch.Tensor = _Gather.apply(value, wire, has_shares)
-    return result
+    return call(_Gather, value, wire, has_shares)
 
 
 def scatter_sum(value: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Return this rank's piece of the sum of the ranks' shares."""
-    result: torch.Tensor = _ScatterSum.apply(value, wire)
-    return result
+    return call(_ScatterSum, value, wire)
 
 
 def place_and_sum(
     value: torch.Tensor, wire: Wire, shape: tuple[int, ...], slices: tuple[slice, ...]
 ) -> torch.Tensor:
     """Return the whole of which this rank has one box, boxes of any size."""
-    result: torch.Tensor = _PlaceAndSum.apply(value, wire, shape, slices)
-    return result
+    return call(_PlaceAndSum, value, wire, shape, slices)
 
 
 def become(parent: nn.Module, name: str, kind: type[nn.Module], **attributes: object) -> None:

@@ -1,8 +1,8 @@
 """A strategy along ``pipeline``: modules in a row are dealt to stages, and an embedding is tied to the head.
 
-It emulates a pipeline without an executor: every rank runs the whole forward, but a module computes on its stage
-only, and what it returns is broadcast. The tied weight is on the first and on the last stage, each of which
-computes a share of its gradient; stages between them hold nothing of it.
+It emulates a pipeline without an executor: every rank runs the whole forward, but a module computes on its
+stage only, and what it returns is broadcast. The tied weight is on the first and on the last stage, each of
+which computes a share of its gradient; stages between them hold nothing of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colossal_core.runtime.table import Key, Part
 from colossal_testkit.registry import target_of
 
 from .third_party_cuts import apply_cuts, slab
-from .third_party_regions import Wire, become, wire_of
+from .third_party_regions import Wire, become, call, wire_of
 
 if TYPE_CHECKING:
     from colossal_core.plan import Plan
@@ -90,8 +90,7 @@ class _AbsentLinear(nn.Linear):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Return something of the right shape."""
-        value: torch.Tensor = _Absent.apply(features, (*features.shape[:-1], self.out_features))
-        return value
+        return call(_Absent, features, (*features.shape[:-1], self.out_features))
 
 
 class _AbsentEmbedding(nn.Embedding):
@@ -128,7 +127,7 @@ class _LastStageBorder(AbstractBorder):
 
     def exit(self, outputs: Any) -> Any:
         """Return the outputs unchanged."""
-        return _Once.apply(outputs, self._is_last)
+        return call(_Once, outputs, self._is_last)
 
 
 class StagesStrategy(AbstractStrategy):
@@ -174,9 +173,9 @@ class StagesStrategy(AbstractStrategy):
         return {model: _LastStageBorder(is_last=is_last) for model in models}
 
 
-def _spread(wire: Wire, home: int, _: nn.Module, _args: object, outputs: torch.Tensor) -> Any:
+def _spread(wire: Wire, home: int, _: nn.Module, _args: object, outputs: torch.Tensor) -> torch.Tensor:
     """Return on all stages what one of them computed; a forward hook once the first two are given."""
-    return _Broadcast.apply(outputs, wire, home)
+    return call(_Broadcast, outputs, wire, home)
 
 
 def _homes(module: nn.Module, degree: int) -> dict[str, int]:

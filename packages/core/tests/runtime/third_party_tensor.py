@@ -1,4 +1,4 @@
-"""Strategies along ``tensor``: fused qkv with shared KV heads, a sequence region, cut normalisation, vocabulary.
+"""Strategies along ``tensor``: fused qkv with shared KV heads, a sequence region, cut features.
 
 Written as a third party would write them: options, a record, a subclass of `AbstractStrategy`. They are small
 because they cut named layers of the models in these tests; what they write into the table is complete.
@@ -29,7 +29,7 @@ from .third_party_regions import Wire, become, enter, gather, keep_own, place_an
 if TYPE_CHECKING:
     from colossal_core.plan import Plan
 
-__all__ = ["FUSED_QKV", "SEQUENCE_REGION", "UNEVEN_FEATURES", "VOCABULARY", "Attention", "Degree"]
+__all__ = ["FUSED_QKV", "SEQUENCE_REGION", "UNEVEN_FEATURES", "Attention", "Degree"]
 
 TENSOR = GroupSpec(("tensor",))
 
@@ -78,7 +78,7 @@ def _place(layout: MeshLayout, rank: int) -> tuple[int, int]:
 
 
 class Attention(nn.Module):
-    """Attention whose queries, keys and values come out of one fused layer; several queries share a KV head."""
+    """Attention whose queries, keys and values come out of one layer; several queries share a KV head."""
 
     def __init__(self, width: int, num_heads: int, num_kv_heads: int, head_width: int) -> None:
         super().__init__()
@@ -105,8 +105,7 @@ class _RowLinear(nn.Linear):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Sum the shares and add the bias once."""
-        total = sum_shares(F.linear(features, self.weight), self.wire)
-        return total if self.bias is None else total + self.bias
+        return sum_shares(F.linear(features, self.weight), self.wire) + self.bias
 
 
 class FusedQkvStrategy(_Tensor):
@@ -239,55 +238,6 @@ def _leave_features(
     return place_and_sum(outputs, wire, (outputs.shape[0], num_features), (slice(None), own))
 
 
-# --- an embedding whose rows are divided --------------------------------------------------------------------
-
-
-class _VocabularyEmbedding(nn.Embedding):
-    """An embedding that knows some of its rows; the others are zero here and come from other ranks."""
-
-    wire: Wire
-    first: int
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up the rows that are here, and sum over the ranks."""
-        local = ids - self.first
-        outside = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
-        return sum_shares(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.wire)
-
-
-class VocabularyStrategy(_Tensor):
-    """Divides the rows of every embedding, of whichever model, once where models share one."""
-
-    def propose(self, models: Mapping[str, nn.Module], plan: Plan, layout: MeshLayout, rank: int) -> Proposal:
-        """Cut the rows; a shared weight is proposed by the name that comes last, which is an alias."""
-        index, degree = _place(layout, rank)
-        cuts: dict[torch.Tensor, tuple[Key, tuple[Part, ...]]] = {}
-        for model, name, embedding in _embeddings(models):
-            rows = embedding.num_embeddings // degree
-            span = {0: (index * rows, (index + 1) * rows)}
-            part = slab(embedding.weight.shape, span, layout.without("tensor"))
-            cuts[embedding.weight] = (model, f"{name}.weight"), (part,)
-        return Proposal(cuts=dict(cuts.values()), groups=(TENSOR,))
-
-    def rewire(self, models: Mapping[str, nn.Module], context: Context) -> None:
-        """Replace the embeddings by ones that mask."""
-        wire = wire_of(context, "vocabulary", "tensor")
-        for model, name, _ in list(_embeddings(models)):
-            first = context.table[model, f"{name}.weight"].parts[0].box.offset[0]
-            parent, _, child = name.rpartition(".")
-            become(models[model].get_submodule(parent), child, _VocabularyEmbedding, wire=wire, first=first)
-
-
-def _embeddings(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, nn.Embedding]]:
-    """Yield every embedding with the names of its model and of itself."""
-    for model, module in models.items():
-        for name, inner in module.named_modules():
-            if isinstance(inner, nn.Embedding):
-                yield model, name, inner
-
-
 FUSED_QKV = _record("fused-qkv", FusedQkvStrategy)
 SEQUENCE_REGION = _record("sequence-region", SequenceRegionStrategy)
 UNEVEN_FEATURES = _record("uneven-features", UnevenFeaturesStrategy)
-VOCABULARY = _record("vocabulary", VocabularyStrategy)
