@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -69,8 +71,7 @@ def run_ranks(session: nox.Session, *command: str, **environment: str) -> None:
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest with one thread for each process: a test starts up to eight ranks, also on two cores."""
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    run_ranks(session, "pytest", *arguments, *session.posargs, OMP_NUM_THREADS=threads)
+    run_ranks(session, "pytest", *arguments, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 def test_groups(*members: str) -> tuple[str, ...]:
@@ -93,14 +94,14 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Test all members together, and what lies between them: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    run_tests(session, "-m", "not slow")
+    run_tests(session, "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=PYTHON)
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes: -- [pytest's options]."""
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    run_tests(session, "-m", "slow")
+    run_tests(session, "-m", "slow", *session.posargs)
 
 
 @nox.session(python=PYTHON)
@@ -108,16 +109,30 @@ def slow(session: nox.Session) -> None:
 def tests_alone(session: nox.Session, member: str) -> None:
     """Test one member in an environment that holds only what it declares: -- [pytest's options]."""
     install(session, member, groups=test_groups(member))
-    run_tests(session, "-m", "not slow", f"packages/{member}/tests")
+    run_tests(session, "-m", "not slow", f"packages/{member}/tests", *session.posargs)
 
 
 @nox.session(python=PYTHON)
 @each_member
 def lowest(session: nox.Session, member: str) -> None:
-    """Test one member with the oldest versions that it declares, torch included (a download of some size)."""
-    floors = ("--no-config", "--resolution", "lowest-direct")
-    install(session, member, groups=test_groups(member), options=floors)
-    run_tests(session, "-m", "not slow", f"packages/{member}/tests")
+    """Test one member on the oldest versions that it declares: -- [--keep torch] [pytest's options].
+
+    Its own dependencies get their floors, all others the tested versions. The floor of torch is a download of
+    some size, and for CUDA where the machine brings no other; --keep leaves it at the tested version.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--keep", action="append", default=[])
+    chosen, rest = parser.parse_known_args(session.posargs)
+    declared = nox.project.load_toml(f"packages/{member}/pyproject.toml")["project"]["dependencies"]
+    floors = {re.split(r"[<>=!~ ]", line)[0] for line in declared} - {*chosen.keep}
+    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    kept = Path(session.create_tmp()) / "constraints.txt"
+    kept.write_text(
+        "\n".join(line for line in tested if line.partition("==")[0] not in floors), encoding="utf-8"
+    )
+    options = ("--no-config", "--resolution", "lowest-direct", "--constraints", str(kept))
+    install(session, member, groups=test_groups(member), options=options)
+    run_tests(session, "-m", "not slow", f"packages/{member}/tests", *rest)
 
 
 @nox.session(python=PYTHON)
@@ -183,6 +198,7 @@ def layers(session: nox.Session) -> None:
 def build(session: nox.Session, member: str) -> None:
     """Build sdist and wheel of one member into dist/, and look into the wheel."""
     target = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(target, ignore_errors=True)
     session.run("uv", "build", f"packages/{member}", "--out-dir", str(target), external=True)
     (wheel,) = target.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -196,6 +212,7 @@ def build(session: nox.Session, member: str) -> None:
 def startup(session: nox.Session) -> None:
     """Time `colossal plugins list` on installed wheels with bytecode: -- [--limit-ms 150]."""
     target = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(target, ignore_errors=True)
     for member in MEMBERS:
         session.run("uv", "build", "--wheel", f"packages/{member}", "--out-dir", str(target), external=True)
     session.install(
