@@ -35,7 +35,7 @@ def _run_on_terminal(
     if pid == 0:
         os.chdir(program.directory)
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        os.execve(command[0], command, program.environ)  # noqa: S606 - no shell is the point
+        os.execve(command[0], command, program.environ)
     output = b""
     with contextlib.suppress(OSError):
         while data := os.read(terminal, 65536):

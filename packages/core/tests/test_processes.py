@@ -64,9 +64,10 @@ def test_a_rank_notes_that_it_came_and_when_it_left(tmp_path: Path) -> None:
     write_arrival(tmp_path, 3)
     assert read_departure(tmp_path, 3) == Departure(joined=True)
 
-    write_departure(tmp_path, 3)
+    write_departure(tmp_path, 3, has_failed=True)
     assert read_departure(tmp_path, 3).left_at is not None
-    write_departure(tmp_path / "gone", 3)
+    assert read_departure(tmp_path, 3).has_failed
+    write_departure(tmp_path / "gone", 3, has_failed=False)
 
 
 def _end(
@@ -104,8 +105,26 @@ def test_what_ends_because_it_was_stopped_is_no_failure() -> None:
     """A rank that dies of our own SIGTERM did nothing wrong."""
     ends = [_end(0, -signal.SIGTERM, 6.0), _end(1, 3, 4.0, 4.0)]
 
-    assert find_first_failure(ends, before=5.0) == ends[1]
-    assert find_first_failure(ends[:1], before=5.0) is None
+    assert find_first_failure(ends, stopped_at=5.0) == ends[1]
+    assert find_first_failure(ends[:1], stopped_at=5.0) is None
+
+
+def test_a_rank_that_was_stopped_on_its_way_out_keeps_its_own_reason() -> None:
+    """Python was still tearing down when our signal came: an error stays one, a good end stays good."""
+    raised = Departure(joined=True, left_at=3.9, has_failed=True)
+    returned = Departure(joined=True, left_at=3.9)
+    peer = _end(1, 1, 4.1, 4.0)
+
+    cause = find_first_failure(
+        [RankEnd(rank=0, code=-signal.SIGTERM, seen_at=6.0, departure=raised), peer], stopped_at=5.0
+    )
+    innocent = find_first_failure(
+        [RankEnd(rank=0, code=-signal.SIGTERM, seen_at=6.0, departure=returned), peer], stopped_at=5.0
+    )
+
+    assert cause is not None
+    assert (cause.rank, cause.code) == (0, 1)
+    assert innocent == peer
 
 
 def test_signals_become_the_codes_of_a_shell() -> None:

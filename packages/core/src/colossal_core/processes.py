@@ -57,7 +57,9 @@ RUN_ID_VARIABLE = "COLOSSAL_RUN_ID"
 
 # How long after the first observed failure a crash still counts as its cause. Peers notice a closed
 # connection within milliseconds; a second covers a machine with many more processes than cores.
-_CAUSE_WINDOW_SECONDS = 1.0
+_CAUSE_WINDOW_SECONDS = 1.5
+
+_JOINED, _WELL, _FAILED = "joined", "well", "failed"
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -176,26 +178,32 @@ class Departure:
         joined: The rank called ``launch``.
         left_at: ``time.monotonic()`` when it began to leave, or None. The clock is one for all processes of a
             machine.
+        has_failed: It left because of an error that nobody caught.
     """
 
     joined: bool = False
     left_at: float | None = None
+    has_failed: bool = False
 
 
 def write_arrival(directory: Path, rank: int) -> None:
     """Note that a rank called ``launch``, so that an end without a later stamp is known to be abrupt."""
-    _write(directory, rank, "joined")
+    _write(directory, rank, _JOINED)
 
 
-def write_departure(directory: Path, rank: int) -> None:
+def write_departure(directory: Path, rank: int, *, has_failed: bool) -> None:
     """Note that a rank begins to leave, before it closes any connection."""
-    _write(directory, rank, repr(time.monotonic()))
+    _write(directory, rank, f"{time.monotonic()!r} {_FAILED if has_failed else _WELL}")
 
 
 def _write(directory: Path, rank: int, text: str) -> None:
     """Replace the note of a rank; a folder that is gone means that nobody reads it any more."""
+    path = directory / f"rank-{rank}"
     try:
-        (directory / f"rank-{rank}").write_text(text, encoding="ascii")
+        # A reader must never see half a number, so the note appears whole.
+        draft = path.with_suffix(".draft")
+        draft.write_text(text, encoding="ascii")
+        draft.replace(path)
     except OSError:
         return
 
@@ -203,12 +211,12 @@ def _write(directory: Path, rank: int, text: str) -> None:
 def read_departure(directory: Path, rank: int) -> Departure:
     """Return what a rank wrote down; empty when it wrote nothing."""
     try:
-        text = (directory / f"rank-{rank}").read_text(encoding="ascii")
+        moment, _, how = (directory / f"rank-{rank}").read_text(encoding="ascii").partition(" ")
     except OSError:
         return Departure()
-    if not text or text == "joined":
+    if moment == _JOINED:
         return Departure(joined=True)
-    return Departure(joined=True, left_at=float(text))
+    return Departure(joined=True, left_at=float(moment), has_failed=how == _FAILED)
 
 
 @final
@@ -236,19 +244,28 @@ class RankEnd:
     @property
     def is_abrupt(self) -> bool:
         """Whether the rank had no time to leave in order, so that no peer can be to blame."""
-        if self.code == -signal.SIGABRT:
+        if self.departure.left_at is not None or self.code == -signal.SIGABRT:
             return False
-        return self.code < 0 or (self.departure.joined and self.departure.left_at is None)
+        return self.code < 0 or self.departure.joined
+
+    def as_of(self, stopped_at: float | None) -> RankEnd:
+        """Return the end as it would have been if nobody had stopped the ranks at that moment."""
+        if stopped_at is None or self.seen_at <= stopped_at:
+            return self
+        if self.at > stopped_at:
+            return attrs.evolve(self, code=0)
+        # It was on its way out, and a signal of ours was quicker than the rest of the way.
+        return attrs.evolve(self, code=int(self.departure.has_failed)) if self.code < 0 else self
 
 
-def find_first_failure(ends: Iterable[RankEnd], *, before: float | None = None) -> RankEnd | None:
+def find_first_failure(ends: Iterable[RankEnd], *, stopped_at: float | None = None) -> RankEnd | None:
     """Return the rank whose failure caused the others, see Note [Who failed first]; None when none failed.
 
     Args:
         ends: The ends seen so far.
-        before: When the supervisor began to stop ranks; what ended later ended because of that.
+        stopped_at: When the supervisor began to stop ranks; what ended later ended because of that.
     """
-    failed = [end for end in ends if end.code != 0 and (before is None or end.at <= before)]
+    failed = [end for end in (end.as_of(stopped_at) for end in ends) if end.code != 0]
     if not failed:
         return None
     first = min(failed, key=lambda end: (end.at, end.rank))

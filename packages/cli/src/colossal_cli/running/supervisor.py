@@ -40,6 +40,7 @@ __all__ = ["Supervisor"]
 
 # Peers of a failed rank get this long to end by themselves, so that what they have to say is not cut off.
 _SETTLE_SECONDS = 1.0
+_RECHECK_SECONDS = 0.1
 # After the last rank ended, somebody whom it started may still hold its output open.
 _DRAIN_SECONDS = 0.5
 # nox, uv and the like pass on a Ctrl-C that the terminal has sent to everybody anyway: it then comes twice.
@@ -120,6 +121,7 @@ class Supervisor:
         self._told_at = 0.0
         self._stopped_at: float | None = None
         self._settled_at: float | None = None
+        self._patient_until = 0.0
         self._plan: list[tuple[float, signal.Signals]] = []
         self._was_killed = False
         self._is_insisted = False
@@ -257,9 +259,12 @@ class Supervisor:
             self._say(f"received {self._told.name}, stopping {self._count_running()}")
             self._begin_stop(now, gently=signal.SIGTERM if self._told == signal.SIGPIPE else self._told)
         if self._settled_at is not None and now >= self._settled_at:
-            self._settled_at = None
-            if self._stopped_at is None:
-                self._begin_stop(now, gently=signal.SIGTERM)
+            if self._is_any_leaving() and now < self._patient_until:
+                self._settled_at = now + _RECHECK_SECONDS
+            else:
+                self._settled_at = None
+                if self._stopped_at is None:
+                    self._begin_stop(now, gently=signal.SIGTERM)
         while self._plan and self._plan[0][0] <= now:
             _, number = self._plan.pop(0)
             self._was_killed = self._was_killed or (number == signal.SIGKILL and self._is_any_running())
@@ -321,12 +326,18 @@ class Supervisor:
             rank.end = RankEnd(rank=rank.number, code=code, seen_at=now, departure=departure)
             if code != 0 and self._settled_at is None and self._stopped_at is None:
                 self._settled_at = now + _SETTLE_SECONDS
+                self._patient_until = self._settled_at + self._grace_seconds
 
     # ---------------------------------------------------------------------------------------------- the end
 
     def _is_any_running(self) -> bool:
         """Return whether a rank has not ended."""
         return any(rank.end is None for rank in self._ranks)
+
+    def _is_any_leaving(self) -> bool:
+        """Return whether a rank is on its way out: its exit code is worth waiting for."""
+        running = [rank for rank in self._ranks if rank.end is None]
+        return any(read_departure(self._directory, rank.number).left_at is not None for rank in running)
 
     def _count_running(self) -> str:
         """Return the number of ranks that have not ended, in words."""
@@ -369,13 +380,13 @@ class Supervisor:
         if self._was_killed:
             self._say(f"ranks that did not end within {self._grace_seconds:g} s were killed")
         ends = [rank.end for rank in self._ranks if rank.end is not None]
-        first = find_first_failure(ends, before=self._stopped_at)
+        first = find_first_failure(ends, stopped_at=self._stopped_at)
         if self._told is not None:
             return 128 + self._told
         if first is None:
             return 0
         self._say(describe_end(first, ends, world_size=self._world_size))
-        rank = next(rank for rank in self._ranks if rank.end is first)
+        rank = next(rank for rank in self._ranks if rank.number == first.rank)
         traceback = find_traceback(rank.tail)
         if traceback and rank.spoke_at != self._num_writes:
             self._screens[1].write_lines(mark_lines(rank.number, traceback.splitlines(keepends=True)))
@@ -387,7 +398,7 @@ class Supervisor:
 
 
 def _peek(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a process that has ended, as ``Popen`` counts; it is reaped later."""
+    """Return the exit code of an ended process, as ``Popen`` counts; it is reaped later."""
     if sys.platform != "linux":
         return process.poll()  # Python has no waitid everywhere
     found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

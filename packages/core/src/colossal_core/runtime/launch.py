@@ -16,13 +16,14 @@ import os
 import random
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from colossal_core.errors import CapabilityError, UsageError
+from colossal_core.errors import CapabilityError, RankMismatchError, UsageError
 from colossal_core.placement import Placement, read_placement
 from colossal_core.processes import own_run_directory, write_arrival, write_departure
 from colossal_core.runtime.rendezvous import meet, open_store
@@ -66,6 +67,7 @@ class _Launched:
         backend: Backend of the process group.
         seed: Seed that was set.
         store: Where the ranks met.
+        is_owner: Whether ``launch`` made the process group, and therefore ends it.
     """
 
     pid: int
@@ -73,11 +75,29 @@ class _Launched:
     backend: str
     seed: int
     store: Store
+    is_owner: bool = True
+
+
+@final
+@attrs.frozen(kw_only=True)
+class _Arrival:
+    """That a supervisor was told of this rank, and is to be told when it leaves, also if ``launch`` fails.
+
+    Attributes:
+        pid: The process that called.
+        rank: Its rank.
+        directory: Folder of the run.
+    """
+
+    pid: int
+    rank: int
+    directory: Path
 
 
 # The one exception to "no module state": a process group belongs to the process, and torch keeps it globally
-# as well.
+# too.
 _launched: _Launched | None = None
+_arrival: _Arrival | None = None
 
 
 def launch(*, backend: str | None = None, seed: int = 1024, timeout_seconds: float = 600) -> World:
@@ -151,22 +171,28 @@ def rendezvous_store() -> Store | None:
     return None
 
 
-def leave() -> None:
+def leave(*, has_failed: bool | None = None) -> None:
     """Note that this rank leaves and destroy the process group that ``launch`` made; runs at exit by itself.
 
     Only a process that ends without running exit handlers, such as a forked child, needs to call it. The note
     comes first: peers fail as soon as the connections close, and a supervisor asks who began.
+
+    Args:
+        has_failed: Whether an error is the reason; by default, whether Python has shown one that nobody
+            caught.
     """
-    if _launched is None or _launched.pid != os.getpid():
-        return
-    directory = own_run_directory(os.environ)
-    if directory is not None:
-        write_departure(directory, _launched.world.rank)
-    if not dist.is_initialized():
+    failed = "last_value" in vars(sys) if has_failed is None else has_failed
+    if _arrival is not None and _arrival.pid == os.getpid():
+        write_departure(_arrival.directory, _arrival.rank, has_failed=failed)
+    if (
+        _launched is None
+        or _launched.pid != os.getpid()
+        or not _launched.is_owner
+        or not dist.is_initialized()
+    ):
         return
     # NCCL's orderly shutdown waits for peers that are still in a collective. After an error nobody comes:
     # just go.
-    failed = "last_value" in vars(sys)
     if not (failed and _launched.backend == "nccl"):
         dist.destroy_process_group()
 
@@ -204,11 +230,12 @@ def _again(launched: _Launched, backend: str | None, seed: int) -> World:
 def _adopt(backend: str | None, seed: int) -> _Launched:
     """Take over a process group that somebody else started and will end."""
     world, present = _describe_group()
+    _arrive(world.rank)
     if backend is not None and backend != present:
         message = f"a process group with backend {present!r} runs already, launch() asks for {backend!r}"
         raise UsageError(message, hint="call launch() instead of torch.distributed.init_process_group")
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
-    return _Launched(pid=os.getpid(), world=world, backend=present, seed=seed, store=store)
+    return _Launched(pid=os.getpid(), world=world, backend=present, seed=seed, store=store, is_owner=False)
 
 
 def _describe_group() -> tuple[World, str]:
@@ -231,19 +258,33 @@ def _start(placement: Placement, backend: str | None, seed: int, timeout: timede
         torch.cuda.set_device(device)
     if placement.one_host:
         _stay_on_loopback()
-    directory = own_run_directory(os.environ)
-    if directory is not None:
-        write_arrival(directory, placement.rank)
+    _arrive(placement.rank)
     store = open_store(placement, timeout)
     meet(store, placement, f"backend {chosen!r}, seed {seed}, {placement.world_size} ranks", timeout)
-    dist.init_process_group(
-        chosen, store=store, rank=placement.rank, world_size=placement.world_size, timeout=timeout
-    )
-    atexit.register(leave)
+    try:
+        dist.init_process_group(
+            chosen, store=store, rank=placement.rank, world_size=placement.world_size, timeout=timeout
+        )
+    except RuntimeError as err:
+        reason = str(err).partition("\n")[0]
+        raise RankMismatchError(
+            f"rank {placement.rank} of {placement.world_size} lost the others while they connected: {reason}",
+            hint="look at the output of the rank that failed first",
+        ) from err
     world = World(
         rank=placement.rank, world_size=placement.world_size, local_rank=placement.local_rank, device=device
     )
     return _Launched(pid=os.getpid(), world=world, backend=chosen, seed=seed, store=store)
+
+
+def _arrive(rank: int) -> None:
+    """Make sure that this rank leaves in order, and note that it came."""
+    global _arrival  # noqa: PLW0603 - see the comment at the variable
+    atexit.register(leave)
+    directory = own_run_directory(os.environ)
+    if directory is not None:
+        _arrival = _Arrival(pid=os.getpid(), rank=rank, directory=directory)
+        write_arrival(directory, rank)
 
 
 def _choose_backend(backend: str | None) -> str:

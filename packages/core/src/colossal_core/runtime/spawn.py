@@ -241,7 +241,7 @@ def _run_rank(task: _Task, parent: int, sender: Connection) -> None:
         error = sys.exception()
         if error is not None and not isinstance(error, SystemExit):
             sender.send("".join(traceback.format_exception(error)))
-        launching.leave()
+        launching.leave(has_failed=error is not None)
         sender.close()
 
 
@@ -249,10 +249,13 @@ def _watch(ranks: list[_Rank], directory: Path) -> None:
     """Collect reports and ends until all ranks ended, or one failed and the others had time to settle."""
     deadline: float | None = None
     while any(rank.end is None for rank in ranks):
+        running = [rank for rank in ranks if rank.end is None]
         timeout = None if deadline is None else deadline - time.monotonic()
         if timeout is not None and timeout <= 0:
-            return
-        running = [rank for rank in ranks if rank.end is None]
+            leaving = any(read_departure(directory, rank.index).left_at is not None for rank in running)
+            if not leaving or timeout <= -_GRACE_SECONDS:
+                return
+            timeout = _SETTLE_SECONDS  # its exit code is worth waiting for: it may be the cause
         wait([source for rank in running for source in (rank.process.sentinel, rank.reports)], timeout)
         for rank in running:
             _collect(rank, directory)
