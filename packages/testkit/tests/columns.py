@@ -6,7 +6,7 @@ hold padding, and a layer whose weight is tied to another one stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -52,8 +52,10 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name that torch uses
         """Compute the local features and gather the others."""
-        entered = _Enter.apply(input, self)
-        return _gather(nn.functional.linear(entered, self.weight, self.bias), self)
+        enter: Callable[..., torch.Tensor] = _Enter.apply
+        leave: Callable[..., torch.Tensor] = _Leave.apply
+        local = nn.functional.linear(enter(input, self), self.weight, self.bias)
+        return leave(local, self)[..., : self.num_features]
 
 
 class _Enter(torch.autograd.Function):
@@ -93,12 +95,6 @@ class _Leave(torch.autograd.Function):
         layer: ColumnLinear = context.layer
         size = gradients[0].shape[-1] // layer.group.size
         return gradients[0].narrow(-1, layer.group.index * size, size), None
-
-
-def _gather(local: torch.Tensor, layer: ColumnLinear) -> torch.Tensor:
-    """Return all features, without padding."""
-    full: torch.Tensor = _Leave.apply(local, layer)
-    return full[..., : layer.num_features]
 
 
 class ColumnStrategy(AbstractStrategy):

@@ -69,7 +69,8 @@ class LiveBytes(TorchDispatchMode):
             include_existing: Count from the start every tensor of this process that Python can see. What only
                 a graph holds is missed; build graphs inside the context.
         """
-        super().__init__()
+        start: Any = super().__init__  # not annotated in torch
+        start()
         self._includes_existing = include_existing
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
@@ -83,7 +84,8 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> Self:
         if self._includes_existing:
             self.add(find_tensors())
-        super().__enter__()
+        enter: Any = super().__enter__  # not annotated in torch
+        enter()
         return self
 
     def __torch_dispatch__(

@@ -55,10 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the pool import torch while the first tests run, when any test will use it."""
-    if session.config.getoption("--collect-only"):
+    """Let the pool import torch while the first tests run, when a test file or a fixture will use it."""
+    if session.config.getoption("--collect-only") or not session.items:
         return
-    if any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
+    is_used = "colossal_testkit.ranks" in sys.modules
+    if is_used or any("ranks" in getattr(item, "fixturenames", ()) for item in session.items):
         from colossal_testkit.ranks import session_pool
 
         session_pool().start()

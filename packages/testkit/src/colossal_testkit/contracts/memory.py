@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 
 from colossal_core.pieces import Replicated
@@ -17,8 +18,9 @@ from colossal_core.plugins import Registry
 from colossal_testkit.contracts import memory_checks as checks
 from colossal_testkit.contracts.protection import Contract
 from colossal_testkit.models import MODELS, build_workload
-from colossal_testkit.parity import FP64, Recipe, check_parity, train_boosted
+from colossal_testkit.parity import FP64, Recipe, check_parity, compare_traces, reference_trace, train_boosted
 from colossal_testkit.ranks import run_ranks
+from colossal_testkit.traces import compare_tensors, distance_of
 from colossal_testkit.traffic import check_words
 
 __all__ = ["MemoryManagerContract"]
@@ -91,6 +93,14 @@ class MemoryManagerContract(Contract, is_contract=True):
             Recipe(builder=build_workload, arguments=arguments, loop="twice", max_grad_norm=0.5), nproc
         )
 
+    @pytest.mark.parametrize("nproc", [2, 3])
+    def test_holding_reductions_back_changes_nothing(self, nproc: int) -> None:
+        """The first of two backward passes inside ``no_sync``."""
+        arguments = {"name": "gpt", "num_samples": 24}
+        self._check(
+            Recipe(builder=build_workload, arguments=arguments, loop="held", max_grad_norm=0.5), nproc
+        )
+
     @pytest.mark.parametrize("nproc", [1, 2])
     def test_gradients_may_be_cleared_to_zeros(self, nproc: int) -> None:
         """``zero_grad(set_to_none=False)`` clears as well; what never had a gradient still is not updated."""
@@ -126,6 +136,34 @@ class MemoryManagerContract(Contract, is_contract=True):
     def test_an_existing_optimizer_state_is_kept(self, nproc: int) -> None:
         """Moments and step counters of a run that began without a Booster continue."""
         self._check(Recipe(builder=checks.build_warm, arguments={"name": "gpt"}, max_grad_norm=0.5), nproc)
+
+    @pytest.mark.parametrize("nproc", [1, 3])
+    def test_the_optimizer_state_is_that_of_one_process(self, nproc: int) -> None:
+        """``state_dict`` shows whole states on every rank, and loading it again changes nothing."""
+        recipe = Recipe(builder=build_workload, arguments={"name": "mlp"})
+        (reference,) = run_ranks(checks.train_serial_state, 1, recipe, process_group=False)
+
+        found = self._run(checks.exchange_state, nproc, recipe)
+
+        compare_traces([trace for trace, _ in found], reference_trace(recipe), FP64)
+        for _, state in found:
+            compare_tensors(state, reference, FP64)
+
+    @pytest.mark.parametrize("nproc", [1, 2])
+    def test_bf16_is_no_worse_than_replicated(self, nproc: int) -> None:
+        """Against fp64, weights are at most twice as far off as those of one replicated bf16 rank."""
+        recipe = Recipe(
+            builder=build_workload,
+            arguments={"name": "gpt", "dtype": "float32"},
+            loop="forward_backward",
+            max_grad_norm=0.5,
+        )
+        exact = reference_trace(attrs.evolve(recipe, arguments={"name": "gpt", "dtype": "float64"}))
+        usual = run_ranks(train_boosted, 1, recipe, [Replicated()], {"precision": "bf16"})
+
+        found = self._run(train_boosted, nproc, recipe, precision="bf16")
+
+        assert distance_of(found, exact) <= 2 * distance_of(usual, exact)
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     def test_two_ranks_equal_replicated_bit_for_bit(self, dtype: str) -> None:

@@ -15,7 +15,15 @@ from colossal_core.errors import NonFiniteError
 from colossal_testkit.engine import engine_of
 from colossal_testkit.memory import LiveBytes
 from colossal_testkit.models import GPT, TokenLoss, Workload, build_workload, randomise
-from colossal_testkit.parity import Recipe, boost_workload, digest_of, share_of
+from colossal_testkit.parity import (
+    Recipe,
+    Trace,
+    boost_workload,
+    collect_slabs,
+    digest_of,
+    share_of,
+    take_steps,
+)
 from colossal_testkit.pool.groups import list_groups
 from colossal_testkit.traffic import Traffic, measure_traffic
 
@@ -29,11 +37,13 @@ __all__ = [
     "StepCost",
     "build_large",
     "build_warm",
+    "exchange_state",
     "keep_training_after_release",
     "measure_coverage",
     "measure_live_bytes",
     "measure_step",
     "meet_non_finite",
+    "train_serial_state",
     "watch_identities",
     "watch_untouched",
 ]
@@ -159,6 +169,40 @@ def measure_coverage(
     return Coverage(
         ranges=ranges, num_elements={entry.name: entry.numel for entry in table if entry.trainable}
     )
+
+
+def exchange_state(
+    recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
+) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """Take two steps, load the optimizer's own state dict, take the rest; return trace and last state."""
+    booster, work = boost_workload(recipe, pieces, settings, registry)
+    first, rest = (attrs.evolve(work, batches=part) for part in (work.batches[:2], work.batches[2:]))
+    losses, norms = take_steps(recipe, booster, first)
+    work.optimizer.load_state_dict(work.optimizer.state_dict())
+    more_losses, more_norms = take_steps(recipe, booster, rest)
+    slabs = collect_slabs(booster, work.model)
+    trace = Trace(losses=[*losses, *more_losses], norms=[*norms, *more_norms], slabs=slabs)
+    return trace, _flatten_state(work.optimizer)
+
+
+def train_serial_state(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Return the last optimizer state of the plain run."""
+    work = recipe.build()
+    for inputs, target in work.batches:
+        work.criterion(work.model(inputs), target).backward()
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+    return _flatten_state(work.optimizer)
+
+
+def _flatten_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return every tensor of a state dict by parameter number and name of the state."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{name} of parameter {number}": torch.as_tensor(value).clone()
+        for number, values in state.items()
+        for name, value in values.items()
+    }
 
 
 def watch_untouched(
