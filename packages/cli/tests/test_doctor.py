@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from conftest import Program
+
+# The checks of core import torch, which takes seconds on a busy machine.
+pytestmark = pytest.mark.timeout(90)
 
 _PLUGIN = """
 from colossal_core.plugins import DiagnosticSpec, Target, hookimpl

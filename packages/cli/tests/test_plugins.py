@@ -226,6 +226,7 @@ class ZebraManager(AbstractMemoryManager):
 """
 
 
+@pytest.mark.timeout(90)  # imports torch
 def test_doctor_holds_what_a_plugin_names_against_the_interface(program: Program) -> None:
     """A piece that lacks methods, and one that cannot be imported at all."""
     program.install("zoo", _QUIET)
@@ -270,6 +271,7 @@ def test_doctor_shows_the_whole_traceback_of_a_plugin_that_fails(program: Progra
     assert "nothing was imported" in disabled.out
 
 
+@pytest.mark.timeout(90)  # imports torch
 def test_doctor_finds_core_in_order(program: Program) -> None:
     """Core's own records are examined like everybody's."""
     done = program.run("plugins", "doctor")

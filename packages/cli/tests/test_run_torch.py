@@ -12,11 +12,14 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Program
 
+# Each test imports torch two to four times, which takes seconds on a busy machine.
+pytestmark = pytest.mark.timeout(90)
+
 _LAUNCH = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from colossal_core import launch
-world = launch(timeout_seconds=20)
+world = launch(timeout_seconds=60)
 total = torch.tensor([float(sys.argv[1])])
 dist.all_reduce(total)
 print("total", total.item(), flush=True)
@@ -52,7 +55,7 @@ def test_jobs_side_by_side_do_not_mix(program: Program) -> None:
     program.write("s.py", _LAUNCH)
 
     jobs = [program.start("run", "s.py", value) for value in ("1", "10")]
-    outputs = [job.communicate(timeout=28)[0] for job in jobs]
+    outputs = [job.communicate(timeout=80)[0] for job in jobs]
 
     assert [job.returncode for job in jobs] == [0, 0]
     assert [sorted(output.splitlines()) for output in outputs] == [
@@ -70,7 +73,7 @@ def test_ranks_of_two_launchers_meet(program: Program) -> None:
 
     flags = ["--nnodes", "2", "--nproc", "1", "--master", f"127.0.0.1:{port}", "--node-rank"]
     jobs = [program.start("run", *flags, node, "s.py", "1") for node in ("0", "1")]
-    outputs = [job.communicate(timeout=28)[0] for job in jobs]
+    outputs = [job.communicate(timeout=80)[0] for job in jobs]
 
     assert outputs == ["[0] total 2.0\n", "[1] total 2.0\n"]
 

@@ -148,10 +148,11 @@ def _run_script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
     return subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=28, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=80, check=False
     )
 
 
+@pytest.mark.timeout(90)  # imports torch in fresh interpreters
 def test_a_function_of_a_module_is_imported_by_fresh_interpreters(tmp_path: Path) -> None:
     """Nothing of the parent's memory is there, and arguments travel."""
     (tmp_path / "jobs.py").write_text(
@@ -175,6 +176,7 @@ def test_a_function_of_a_module_is_imported_by_fresh_interpreters(tmp_path: Path
     assert sorted(done.stdout.splitlines()) == ["hi 0 []", "hi 1 []"]
 
 
+@pytest.mark.timeout(90)  # imports torch in fresh interpreters
 def test_a_function_of_a_script_needs_no_guard(tmp_path: Path) -> None:
     """A function of ``__main__`` is forked, so nobody imports the script again."""
     done = _run_script(
@@ -191,6 +193,7 @@ def test_a_function_of_a_script_needs_no_guard(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["once", "rank 0", "rank 1"]
 
 
+@pytest.mark.timeout(90)  # imports torch in fresh interpreters
 def test_an_unguarded_script_with_a_function_of_a_module_is_told_what_to_do(tmp_path: Path) -> None:
     """Fresh interpreters import the script again, and meet the call of ``spawn``."""
     (tmp_path / "jobs.py").write_text("def job(): pass\n", encoding="utf-8")

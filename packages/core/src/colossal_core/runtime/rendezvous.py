@@ -21,8 +21,8 @@ __all__ = ["meet", "open_store"]
 
 _PREFIX = "colossal/launch"
 
-# The store ends with rank 0; twice the longest pause between two looks lets every rank read why.
-_LAST_WORDS_SECONDS = 0.5
+# The store ends with rank 0, so it stays until everybody has read why, but not longer than this.
+_LAST_WORDS_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 
@@ -112,11 +112,17 @@ def _compare(store: Store, placement: Placement, terms: str) -> None:
     if expected != terms:
         message = f"rank 0 launches with {expected}, rank {placement.rank} with {terms}"
         store.set(f"{_PREFIX}/complaint", message)
-        raise _disagree(message)
+        raise _disagree(store, placement)
 
 
-def _disagree(message: str) -> RankMismatchError:
+def _disagree(store: Store, placement: Placement) -> RankMismatchError:
     """Return the error that all ranks raise when one came on other terms."""
+    message = store.get(f"{_PREFIX}/complaint").decode()
+    num_heard = store.add(f"{_PREFIX}/heard", 1)
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while placement.rank == 0 and num_heard < placement.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+        num_heard = store.add(f"{_PREFIX}/heard", 0)
     return RankMismatchError(
         message, hint="call launch() with equal arguments on all ranks of one WORLD_SIZE"
     )
@@ -129,9 +135,7 @@ def _await_all(store: Store, placement: Placement, timeout: timedelta) -> None:
     pause = 0.005
     while not store.check(names):
         if store.check([f"{_PREFIX}/complaint"]):
-            if placement.rank == 0:
-                time.sleep(_LAST_WORDS_SECONDS)
-            raise _disagree(store.get(f"{_PREFIX}/complaint").decode())
+            raise _disagree(store, placement)
         if time.monotonic() > deadline:
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
             raise RankMismatchError(
