@@ -67,8 +67,11 @@ class LossWeights:
     """What losses of micro-batches weigh relative to a fixed reference; for executors and optimizers.
 
     Only in use when the plan accumulates: otherwise every loss is a mean of its own, and repeated backward
-        passes
-    add, as in torch.
+    passes add, as in torch.
+
+    Attributes:
+        rows_ratio: What a micro-batch counts whose losses the user's own code computes: rows of the batch
+            that a boosted loader gave last, relative to its first one; 1.0 without.
     """
 
     def __init__(self, *, num_optimizers: int, is_active: bool) -> None:
@@ -78,8 +81,9 @@ class LossWeights:
             num_optimizers: Optimizers whose windows are counted.
             is_active: Whether the plan accumulates.
         """
+        self.rows_ratio = 1.0
+        self.is_active = is_active
         self._num_optimizers = num_optimizers
-        self._is_active = is_active
         self._reference: torch.Tensor | None = None
         self._first: dict[int, torch.Tensor] = {}
 
@@ -89,7 +93,7 @@ class LossWeights:
         Args:
             total: Sum of the weights of all ranks: 0-d fp64. The first one of the run is the reference.
         """
-        if not self._is_active:
+        if not self.is_active:
             return None
         if self._reference is None:
             self._reference = total.detach().clone()
@@ -99,10 +103,10 @@ class LossWeights:
             self._first.setdefault(index, found)
         return found
 
-    def peek(self, optimizer: int) -> torch.Tensor | None:
-        """Return the ratio of the running micro-batch of an optimizer; None without a weighted loss."""
-        return self._first.get(optimizer)
+    def peek(self, optimizer: int) -> float | torch.Tensor:
+        """Return the ratio of the running micro-batch of an optimizer."""
+        return self._first.get(optimizer, self.rows_ratio)
 
-    def take(self, optimizer: int) -> torch.Tensor | None:
+    def take(self, optimizer: int) -> float | torch.Tensor:
         """Return the ratio of the micro-batch that ends for an optimizer, and begin the next one."""
-        return self._first.pop(optimizer, None)
+        return self._first.pop(optimizer, self.rows_ratio)

@@ -1,10 +1,9 @@
 """What holds for the gradients that backward delivers now: their weight and their loss scale.
 
 The one idea: a gradient is brought to common terms where it arrives in its buffer, so what is reduced later
-    is a plain
-sum. In the plain loop a rank's loss counts by its share of the rows that the boosted loader gave last; under
-fp16 the gradients of one window are kept in the scale of its first one. Both factors are usually 1, and then
-cost nothing.
+is a plain sum. In the plain loop a rank's loss counts by its share of the rows that the boosted loader gave
+last; under fp16 the gradients of one window are kept in the scale of its first one. Both factors are usually
+1, and then cost nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +44,13 @@ class Arrivals:
             self.loss_scale.check(name)
 
     @contextmanager
-    def weighed(self) -> Iterator[None]:
-        """Run a backward whose loss was weighed and scaled already."""
-        weight, self.weight = self.weight, 1.0
+    def weighed(self, weight: float = 1.0) -> Iterator[None]:
+        """Run a backward whose loss was scaled already.
+
+        Args:
+            weight: What its gradients count; 1.0 when the loss was weighed already, too.
+        """
+        before, self.weight = self.weight, weight
         try:
             if self.loss_scale is None:
                 yield
@@ -55,4 +58,4 @@ class Arrivals:
                 with self.loss_scale.explicit():
                     yield
         finally:
-            self.weight = weight
+            self.weight = before

@@ -28,10 +28,13 @@ from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.batches import Weight, check_scalar
 from colossal_core.runtime.boosting import build_engine
+from colossal_core.runtime.gathering import gather
 from colossal_core.runtime.launch import current_world, rendezvous_store
+from colossal_core.runtime.loading import BatchMeaning, BoostedLoader, prepare_loaders
 from colossal_core.runtime.objects import sort_objects
 from colossal_core.runtime.optimizer import BoostedOptimizer
 from colossal_core.runtime.scheduler import follow_real_steps
+from colossal_core.runtime.sources import Place
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,16 +105,18 @@ class Booster:
 
     # --- set-up ---------------------------------------------------------------------------------------------
 
-    def boost(self, *objects: Any, **named: Any) -> Any:
+    def boost(self, *objects: Any, batch: BatchMeaning = "global", **named: Any) -> Any:
         """Cut, shard and wrap the objects as planned; collective over all ranks.
 
         Args:
-            objects: Models, optimizers, schedulers, criteria, or None, in any order.
-            named: The same, with names: ``generator=g``.
+            objects: Models, optimizers, schedulers, data loaders, criteria, or None, in any order.
+            batch: Whether the ``batch_size`` of loaders, or a list of a batch sampler, is the global batch or
+                one rank's part of it.
+            named: The same as ``objects``, with names: ``generator=g``.
 
         Returns:
             What was given, in that order, one object alone. Models are the same objects, changed in place;
-            optimizers and schedulers are new objects over the user's.
+            optimizers, schedulers and loaders are new objects over the user's.
 
         Raises:
             ColossalError: Something does not fit; raised on every rank, with the objects unchanged.
@@ -123,6 +128,8 @@ class Booster:
             )
         agreement = Agreement(rendezvous_store(), self.world.rank, self.world.world_size)
         sorted_objects = agreement.attempt("boost", lambda: sort_objects(objects, named))
+        place = Place(degree=self.data_degree, index=self.data_rank)
+        loaders = prepare_loaders(sorted_objects.loaders, batch=batch, place=place, agreement=agreement)
         self.registry.observers.before_run_started(self.plan)
         engine = build_engine(sorted_objects, self.plan, self.registry, self.world, agreement)
         self._engine = engine
@@ -135,6 +142,13 @@ class Booster:
             followed = self._optimizer_of(scheduler, engine)
             if followed is not None:
                 replaced[sorted_objects.position(scheduler)] = follow_real_steps(scheduler, followed)
+        for loader in loaders:
+            # Ranks may begin to read at moments minutes apart, and each loader in an order of its own.
+            own = Agreement(rendezvous_store(), self.world.rank, self.world.world_size, timeout_seconds=600)
+            boosted_loader = BoostedLoader(
+                loader, device=self.world.device, book=engine.shares, agreement=own
+            )
+            replaced[sorted_objects.position(loader.user)] = boosted_loader
         atexit.register(self._finish_run)
         results = tuple(replaced.get(index, thing) for index, thing in enumerate(sorted_objects.order))
         return results[0] if len(results) == 1 else results
@@ -207,8 +221,8 @@ class Booster:
 
         Args:
             loss: This rank's loss, a scalar.
-            weight: What it counts in the mean over the data ranks; equal weights by default. With a weight
-                the call is collective.
+            weight: What it counts in the mean over the data ranks; by default what it counts in the plain
+                loop: the rows that a boosted loader gave last. With a weight the call is collective.
             retain_graph: As in torch.
             create_graph: As in torch.
 
@@ -217,10 +231,9 @@ class Booster:
         """
         engine = self._built("backward")
         check_scalar(loss)
-        factor = engine.context.arrivals.scale
-        if weight is not None:
-            factor *= self._relative_weight(weight)
-        with engine.reporting(), engine.context.arrivals.weighed():
+        arrivals = engine.context.arrivals
+        factor = arrivals.scale if weight is None else arrivals.scale * self._relative_weight(weight)
+        with engine.reporting(), arrivals.weighed(arrivals.weight if weight is None else 1.0):
             (loss * factor).backward(retain_graph=retain_graph, create_graph=create_graph)
 
     @overload
@@ -301,6 +314,30 @@ class Booster:
                 f"the weights of all ranks sum to {weights}", hint="give at least one a positive weight"
             )
         return float(total / weights)
+
+    def gather(self, tree: Any) -> Any:
+        """Return what all data ranks have, in the order of the dataset, without stand-ins; collective.
+
+        Rows (dim 0) are put together. Values of the batch that a boosted loader gave last, and values kept
+        from all batches of the loop so far, are recognised by their number of rows: a sample that only stands
+        in for an empty share is left out, and many batches come batch by batch. Anything else is put together
+        in rank order, and refused where stand-ins may be in it. Without a boosted loader, rows come in rank
+        order.
+
+        Args:
+            tree: Dense tensors of any dtype, and lists of numbers or texts with one item for each sample, in
+                mappings, lists, tuples and dataclasses; None stays. A 0-d tensor becomes 1-D, an item for
+                each rank whose share is not empty. Dtypes and dims but dim 0 are equal on all ranks.
+
+        Returns:
+            The same tree on every rank, without graphs, each tensor on the device where it was.
+
+        Raises:
+            UsageError: A leaf is something else, or rows cannot be told from stand-ins.
+            RankMismatchError: Ranks have different trees, dtypes or shapes.
+        """
+        engine = self._built("gather")
+        return gather(tree, engine.context, engine.shares, engine.agreement)
 
     def full_parameters(self, model: nn.Module) -> Any:
         """Return a context that shows every parameter of a model whole, by serial name; edits are kept."""

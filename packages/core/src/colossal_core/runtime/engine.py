@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
-from colossal_core.errors import NonFiniteError, UsageError
+from colossal_core.errors import NonFiniteError
 from colossal_core.runtime.averages import Average
+from colossal_core.runtime.shares import ShareBook
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ class Engine:
         optimizers: The boosted optimizers, in the order of the ``boost`` call.
         handles: Hooks on the models, to be removed at release.
         num_steps: Real steps of the first optimizer so far.
+        shares: What the boosted loaders gave last.
+        agreement: How ranks compare.
     """
 
     def __init__(
@@ -62,8 +65,14 @@ class Engine:
         self.optimizers: list[BoostedOptimizer] = []
         self.handles: list[RemovableHandle] = []
         self.num_steps = 0
+        self.shares = ShareBook(
+            context.mesh.layout.data_degree,
+            arrivals=context.arrivals,
+            row_weights=context.row_weights,
+            loss_weights=context.weights,
+        )
         self._averages: list[tuple[int, Average]] = []
-        self._agreement = agreement
+        self.agreement = agreement
         self._observers = observers
 
     def before_step(self) -> None:
@@ -109,7 +118,7 @@ class Engine:
         """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it."""
         mine = self.manager.non_finite(optimizer)
         found = {
-            name for text in self._agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")
+            name for text in self.agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")
         }
         return [entry.name for entry in self.context.table if entry.name in found]
 

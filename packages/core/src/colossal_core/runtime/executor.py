@@ -59,7 +59,7 @@ class PlainExecutor(AbstractExecutor):
         call, share, weights = self._weigh(batch, criterion, weight)
         outputs = model(*call.args, **call.kwargs)
         loss = self._loss(outputs, call, criterion, needs_gradient=True)
-        if share == 0:  # no valid target here: take part with zero gradients, whatever 0 / 0 the loss is
+        if share == 0 or self._stands_in:  # take part with zero gradients, whatever 0 / 0 the loss is
             loss = _zero_through(outputs, loss)
         part = self._part(share, weights)
         mean = loss.detach().double() * part
@@ -87,7 +87,8 @@ class PlainExecutor(AbstractExecutor):
                 call, share, weights = self._weigh(batch, criterion, None)
                 outputs = model(*call.args, **call.kwargs)
                 loss = self._loss(outputs, call, criterion, needs_gradient=False)
-                mean = torch.zeros_like(weights[0]) if share == 0 else loss.double()
+                counts = share != 0 and not self._stands_in
+                mean = loss.double() if counts else torch.zeros_like(weights[0])
                 mean = mean * self._part(share, weights)
                 self._context.collectives.all_reduce(mean, self._group, phase="loss").wait()
                 self._check(mean, weights)
@@ -95,6 +96,11 @@ class PlainExecutor(AbstractExecutor):
             for module, training in modes:
                 module.training = training
         return mean.to(torch.float32), outputs
+
+    @property
+    def _stands_in(self) -> bool:
+        """Whether the boosted loader gave this rank a sample only because its share of the batch is empty."""
+        return self._context.arrivals.weight == 0
 
     # --- the two messages ----------------------------------------------------------------------------------
 
@@ -109,6 +115,8 @@ class PlainExecutor(AbstractExecutor):
         except ColossalError as err:
             self._fail(err)
             raise
+        if share is not None and self._stands_in:
+            share = 0.0
         own = 1.0 / self._group.size if share is None else share
         total = torch.full((), own, dtype=torch.float64, device=self._context.mesh.device)
         return call, share, (total, self._context.collectives.all_reduce(total, self._group, phase="loss"))

@@ -13,6 +13,7 @@ import torch
 from attrs import define, field
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from colossal_core.errors import CapabilityError, UsageError
 
@@ -28,12 +29,14 @@ class Objects:
         models: Models by name.
         optimizers: Optimizers in order.
         schedulers: Learning-rate schedulers in order.
+        loaders: Data loaders in order.
     """
 
     order: list[Any] = field(factory=list)
     models: dict[str, nn.Module] = field(factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(factory=list)
     schedulers: list[LRScheduler] = field(factory=list)
+    loaders: list[DataLoader[Any]] = field(factory=list)
 
     def position(self, thing: object) -> int:
         """Return where an object stands in :attr:`order`."""
@@ -59,9 +62,11 @@ def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
             found.optimizers.append(thing)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
             found.schedulers.append(thing)
+        elif isinstance(thing, DataLoader):
+            found.loaders.append(thing)
         elif isinstance(thing, nn.Module) and (name is not None or not _is_criterion(thing)):
             found.models[name or _next_name(found.models)] = thing
-        elif not (_is_criterion(thing) or callable(thing)) or isinstance(thing, torch.utils.data.DataLoader):
+        elif not (_is_criterion(thing) or callable(thing)):
             _refuse(thing)
     if not found.models:
         raise UsageError(
@@ -142,12 +147,7 @@ def _is_criterion(thing: Any) -> bool:
 
 def _refuse(thing: Any) -> None:
     """Raise for an object that cannot be boosted."""
-    if isinstance(thing, torch.utils.data.DataLoader):
-        raise CapabilityError(
-            "boosting a DataLoader is not available yet",
-            hint="keep your loader and take this rank's share: see booster.data_rank and booster.data_degree",
-        )
     raise UsageError(
         f"cannot boost a {type(thing).__name__}",
-        hint="boost takes models, optimizers, learning-rate schedulers, criteria and None",
+        hint="boost takes models, optimizers, learning-rate schedulers, data loaders, criteria and None",
     )

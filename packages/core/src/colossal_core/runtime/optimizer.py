@@ -83,6 +83,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
         With ``accumulate=k`` only every k-th call does so, with the mean over the micro-batches in between,
         weighted as they were; the others, with their ``zero_grad()`` and ``scheduler.step()``, do nothing.
+        The last batch of a boosted loader closes the window, full or not.
 
         Args:
             closure: Evaluates the loss and runs backward, as in torch; called once.
@@ -100,7 +101,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 result = closure()
         self.stepped = False
         self._window.add(self._engine.context.weights.take(self._index))
-        if self._window.is_full:
+        if self._window.is_full or self._engine.shares.closes_windows:
             with self._engine.reporting():
                 self._take_step()
         return result
@@ -142,6 +143,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.tensor(norm, dtype=torch.float64)
         self._engine.after_step(self._index, {"grad_norm": norm})
 
+    @property
+    def _closes_next(self) -> bool:
+        """Whether the next call of :meth:`step` is a real one."""
+        is_full = self._window.num_batches + 1 >= self._window.size
+        return is_full or self._engine.shares.closes_windows
+
     def check_window(self, call: str) -> None:
         """Refuse a call that needs complete gradients inside an accumulation window.
 
@@ -149,7 +156,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             UsageError: The next ``step()`` is not a real one.
         """
         waiting = self._window.num_batches + 1
-        if waiting < self._window.size:
+        if not self._closes_next:
             raise UsageError(
                 f"{call} in micro-batch {waiting} of {self._window.size}: gradients are not complete",
                 hint="call it before the step() that closes the accumulation window",
@@ -174,7 +181,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 f"max_grad_norm is {self.max_grad_norm}, so step() clips by itself",
                 hint="set optimizer.max_grad_norm = None to clip by hand, or drop this call",
             )
-        if self._window.num_batches + 1 < self._window.size:
+        if not self._closes_next:
             return torch.full((), math.nan, dtype=torch.float64)
         share = self._window.share(self._engine.context.weights.peek(self._index))
         norm = self._engine.manager.finish(self._index, norm_type=norm_type) * share

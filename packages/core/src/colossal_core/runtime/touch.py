@@ -210,6 +210,10 @@ class Touch:
         self.slot.parameter.grad = self.guard.tensor
         self.shown = "guard"
 
+    def show_again(self) -> None:
+        """Let ``p.grad`` show what we last let it show."""
+        {"nothing": self.show_nothing, "guard": self.show_guard, "view": self.show_view}[self.shown]()
+
     def show_nothing(self) -> None:
         """Let ``p.grad`` be None."""
         self.slot.parameter.grad = None

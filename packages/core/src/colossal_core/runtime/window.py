@@ -292,9 +292,12 @@ class GradientWindow:
             at_end_of_backward(self._end_backward)
         gradient = touch.slot.parameter.grad
         has_left = index < lane.next
-        if has_left or lane.is_reduced:
+        counts = self._factor() != 0.0
+        if counts and (has_left or lane.is_reduced):
             lane.stale.add(index)
-        if gradient is None:  # another hook has cleared it again
+        if not counts:  # of a sample that stands in for an empty share: as if this rank had not run backward
+            touch.show_again()
+        elif gradient is None:  # another hook has cleared it again
             if has_left:
                 touch.note_change("cleared", self._window_scale())
             else:

@@ -1,0 +1,82 @@
+"""Where an epoch stands, as a value that a checkpoint can store as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import attrs
+from attrs import frozen
+
+from colossal_core.errors import UsageError
+
+__all__ = ["OrderKind", "Position"]
+
+OrderKind = Literal["samples", "lists", "batches", "stream", "stream of batches"]
+"""What an epoch consists of: indices of samples, lists of indices from a batch sampler, indices of whole
+batches, samples of an IterableDataset, or whole batches of one."""
+
+
+@frozen(kw_only=True)
+class Position:
+    """How much of which epoch was given.
+
+    Attributes:
+        order: What the epoch consists of.
+        epoch: Epoch of the next batch, from 0.
+        samples: Samples of all ranks given in this epoch.
+        batches: Elements given in this epoch where these are batches: of all ranks, when each brings its own.
+        seed: Seed of the loader.
+        length: Elements of the epoch; None when that is not known beforehand.
+        head: Number of elements at the beginning of the epoch, and their digest, where only that tells
+            whether the order is still the same.
+        workers: For a stream that the dataset divides among workers: how many; else 0.
+        batch_rows: Samples in a global batch; 0 when batches are made elsewhere.
+    """
+
+    order: OrderKind
+    epoch: int = 0
+    samples: int = 0
+    batches: int = 0
+    seed: int = 0
+    length: int | None = None
+    head: tuple[int, str] | None = None
+    workers: int = 0
+    batch_rows: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as numbers, texts, lists and None, by field."""
+        found = attrs.asdict(self)
+        return {**found, "head": None if self.head is None else list(self.head)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Position:
+        """Read what :meth:`to_dict` returned.
+
+        Raises:
+            UsageError: Fields are missing, unknown or of a wrong kind.
+        """
+        known = attrs.fields_dict(cls)
+        wrong = sorted(known.keys() ^ values.keys())
+        counts = ("epoch", "samples", "batches", "seed", "workers", "batch_rows")
+        wrong += [name for name in counts if name in values and not _is_count(values[name])]
+        if "length" in values and not (values["length"] is None or _is_count(values["length"])):
+            wrong.append("length")
+        if "order" in values and values["order"] not in get_args(OrderKind):
+            wrong.append("order")
+        head = values.get("head")
+        if head is not None and not (
+            isinstance(head, list | tuple) and len(head) == 2 and _is_count(head[0])
+        ):
+            wrong.append("head")
+        if wrong:
+            raise UsageError(
+                f"no position of a loader: {', '.join(map(repr, wrong))} is missing, unknown or wrong",
+                hint="pass what loader.position() returned",
+            )
+        return cls(**{**values, "head": None if head is None else (head[0], str(head[1]))})
+
+
+def _is_count(value: object) -> bool:
+    """Whether it is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,152 @@
+"""Batches and outputs as trees: containers of tensors that keep their types.
+
+The one idea: torch's pytree takes what it does not know for a leaf, but batches come in whatever container a
+collate function makes: dicts that carry attributes, named tuples, dataclasses. So containers are walked by
+what they can do, and rebuilt only where something below has changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils import _pytree as pytree
+
+from colossal_core.errors import UsageError
+
+__all__ = ["cut_rows", "is_list_of_values", "map_leaves", "move_to"]
+
+Visit = Callable[[str, Any], Any]
+"""Takes the path of a leaf, such as ``['labels'][0]``, and the leaf; returns what takes its place."""
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    """A batch object that moves itself: a PackedSequence, a BatchEncoding, a graph."""
+
+    def to(self, device: torch.device) -> Any:
+        """Return it on the device."""
+
+
+def map_leaves(
+    visit: Visit, tree: Any, *, is_leaf: Callable[[Any], bool] | None = None, path: str = ""
+) -> Any:
+    """Replace every leaf of a tree, in a fixed order.
+
+    Containers are mappings (in their order), lists, tuples, named tuples and dataclass instances; all else is
+    a leaf.
+
+    Args:
+        visit: Called for each leaf.
+        tree: The tree; not changed.
+        is_leaf: Tells which further nodes are leaves.
+        path: Where the tree stands.
+
+    Returns:
+        A tree of the same types, or the same object when no leaf was replaced by another object.
+    """
+    if isinstance(tree, torch.Tensor | str | bytes) or (is_leaf is not None and is_leaf(tree)):
+        return visit(path, tree)
+    items: list[tuple[Any, Any]]
+    if isinstance(tree, Mapping):
+        items = [(key, value) for key, value in tree.items()]
+    elif isinstance(tree, list | tuple):
+        items = list(enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        items = [(field.name, vars(tree)[field.name]) for field in dataclasses.fields(tree) if field.init]
+    else:
+        return visit(path, tree)
+    mapped = [
+        (key, map_leaves(visit, value, is_leaf=is_leaf, path=f"{path}[{key!r}]")) for key, value in items
+    ]
+    if all(new is old for (_, new), (_, old) in zip(mapped, items, strict=True)):
+        return tree
+    return _rebuild(tree, dict(mapped))
+
+
+def move_to(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return a batch whose tensors are on a device.
+
+    Args:
+        tree: The batch. An object with a method ``to`` moves itself.
+        device: Where to.
+        non_blocking: Whether copies from pinned memory may go on while this returns.
+    """
+
+    def move(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if isinstance(leaf, _Movable) else leaf
+
+    return map_leaves(move, tree, is_leaf=lambda node: isinstance(node, _Movable))
+
+
+def is_list_of_values(node: Any) -> bool:
+    """Whether a node is a list of numbers, texts or None, or of such lists: one value for each sample."""
+    return isinstance(node, list) and all(
+        value is None or isinstance(value, bool | int | float | str) or is_list_of_values(value)
+        for value in node
+    )
+
+
+def cut_rows(tree: Any, pick: Callable[[int], slice]) -> tuple[Any, int]:
+    """Return some rows of a batch that was collated whole.
+
+    Tensors are cut in dim 0, in which they must agree; 0-d tensors stay. Lists of values that are as long are
+    cut as well.
+
+    Args:
+        tree: The batch.
+        pick: Given the number of rows, tells which to take.
+
+    Returns:
+        The cut batch, and the rows of the whole one.
+
+    Raises:
+        UsageError: No tensor has rows, or tensors disagree about them.
+    """
+    sizes: dict[int, str] = {}
+
+    def measure(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            sizes.setdefault(leaf.shape[0], path or "the batch")
+        return leaf
+
+    map_leaves(measure, tree)
+    if len(sizes) != 1:
+        found = ", ".join(f"{size} in {path}" for size, path in sizes.items()) or "none"
+        raise UsageError(
+            "a batch of a loader with batch_size=None cannot be divided: rows are dim 0, "
+            f"and there are {found}",
+            hint="give the loader samples and a batch_size, or do not boost it and take this rank's share",
+        )
+    (rows,) = sizes
+    wanted = pick(rows)
+
+    def cut(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf[wanted] if leaf.dim() > 0 else leaf
+        return leaf[wanted] if is_list_of_values(leaf) and len(leaf) == rows else leaf
+
+    return map_leaves(cut, tree, is_leaf=is_list_of_values), rows
+
+
+def _rebuild(tree: Any, items: dict[Any, Any]) -> Any:
+    """Return a container like another one, with other items."""
+    if isinstance(tree, MutableMapping):
+        clone = copy.copy(tree)  # keeps attributes that a subclass may carry
+        clone.update(items)
+        return clone
+    if isinstance(tree, Mapping):
+        return copy.copy(tree) if not items else type(tree)(items)  # type: ignore[call-arg]
+    if isinstance(tree, list):
+        copied = copy.copy(tree)
+        copied[:] = items.values()
+        return copied
+    if isinstance(tree, tuple):
+        kind: Any = type(tree)
+        return kind(*items.values()) if pytree.is_namedtuple_instance(tree) else kind(items.values())
+    return dataclasses.replace(tree, **items)
