@@ -152,11 +152,4 @@ class Engine:
         Raises:
             UsageError: Naming the group and the shape.
         """
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if self.context.table.entry_of(parameter) is None:
-                    raise UsageError(
-                        f"parameter group {index} of the optimizer holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that belongs to none of the boosted models",
-                        hint="build the optimizer from the parameters of the models that you pass to boost",
-                    )
+        self.context.table.check_groups(optimizer.param_groups)

@@ -110,6 +110,7 @@ class ReplicatedManager(AbstractMemoryManager):
 
     def _take(self, owned: _Owned) -> None:
         """Take over an optimizer's trainable parameters that are not in buffers yet, and cut its groups."""
+        self._context.table.check_groups(owned.user.param_groups)
         known = {slot.parameter for buffer in owned.buffers for slot in buffer.slots}
         grouped = {parameter for group in owned.user.param_groups for parameter in group["params"]}
         fresh = [

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from attrs import evolve, frozen
@@ -204,6 +204,21 @@ class ParameterTable:
         """Return the entry that owns this very object, or None when it is not of the boosted models."""
         key = self._keys.get(tensor)
         return None if key is None else self._entries[key]
+
+    def check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse parameter groups that hold what belongs to none of the models.
+
+        Raises:
+            UsageError: Naming the group and the shape.
+        """
+        for index, group in enumerate(groups):
+            for parameter in group["params"]:
+                if self.entry_of(parameter) is None:
+                    raise UsageError(
+                        f"parameter group {index} of the optimizer holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that belongs to none of the boosted models",
+                        hint="build the optimizer from the parameters of the models that you pass to boost",
+                    )
 
     def parameters(self) -> Iterator[tuple[Entry, nn.Parameter]]:
         """Iterate over parameters with their local tensors, in serial order."""
