@@ -215,9 +215,8 @@ def startup(session: nox.Session) -> None:
     shutil.rmtree(target, ignore_errors=True)
     for member in MEMBERS:
         session.run("uv", "build", "--wheel", f"packages/{member}", "--out-dir", str(target), external=True)
-    session.install(
-        "--compile-bytecode", "--reinstall-package", "colossal-core", *map(str, sorted(target.glob("*.whl")))
-    )
+    fresh = [option for member in MEMBERS for option in ("--reinstall-package", f"colossal-{member}")]
+    session.install("--compile-bytecode", *fresh, *map(str, sorted(target.glob("*.whl"))))
     session.run("python", "benchmarks/startup.py", *session.posargs)
 
 
