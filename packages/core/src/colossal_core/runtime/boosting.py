@@ -42,7 +42,7 @@ from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model
 from colossal_core.runtime.optimizers import optimizer_spec
-from colossal_core.runtime.precision import Precision, cast_borders
+from colossal_core.runtime.precision import CastBorder, Precision, inner_borders
 from colossal_core.runtime.randomness import settle_randomness
 from colossal_core.runtime.table import ParameterTable, check_groups
 
@@ -362,12 +362,14 @@ def _create_groups(context: Context, agreement: Agreement, num_optimizers: int) 
 
 
 def _install_borders(engine: Engine, borders: list[Mapping[str, AbstractBorder]]) -> None:
-    """Hook the loss scale, outermost, the casts of the precision, and the borders of the strategies."""
-    loss_scale = engine.context.arrivals.loss_scale
+    """Hook the border of the precision, outermost, and the borders of the strategies."""
+    precision, loss_scale = engine.context.precision, engine.context.arrivals.loss_scale
     for name, model in engine.models.items():
         if loss_scale is not None:
             engine.handles.extend(hook_border(model, ScaleBorder(loss_scale)))
-        for module, cast in cast_borders(model, engine.context.precision):
+        elif precision.is_narrow:
+            engine.handles.extend(hook_border(model, CastBorder(precision.compute, torch.float32)))
+        for module, cast in inner_borders(model, precision):
             engine.handles.extend(hook_border(module, cast))
         for found in borders:
             border = found.get(name)

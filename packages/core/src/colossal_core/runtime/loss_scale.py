@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from colossal_core.errors import NonFiniteError, UsageError
 from colossal_core.interfaces import AbstractBorder
 from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.precision import cast_floating, map_tensors
 
 __all__ = ["LossScale", "ScaleBorder"]
 
@@ -149,36 +149,53 @@ class LossScale:
 
 @final
 class ScaleBorder(AbstractBorder):
-    """Scales gradients that enter a model through its outputs, unscales those that leave by its inputs."""
+    """Casts at the border of an fp16 model, and scales gradients there.
+
+    Gradients that enter through outputs are multiplied by the scale, those that leave by inputs are divided
+    by it. A backward that builds a graph (``create_graph=True``) computes values that are used like
+    activations: it passes unscaled, and what is derived from it needs the explicit form.
+    """
 
     def __init__(self, scale: LossScale) -> None:
         """Follow a scale."""
         self._scale = scale
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Watch the inputs that need gradients."""
-        watched_args, watched_kwargs = pytree.tree_map(
-            lambda leaf: self._watch(leaf, lowers=True), (args, kwargs)
-        )
-        return watched_args, watched_kwargs
+        """Cast floating inputs to fp16, and watch those that need gradients."""
+        cast_args, cast_kwargs = cast_floating(map_tensors(self._watch_input, (args, kwargs)), torch.float16)
+        return cast_args, cast_kwargs
 
     def exit(self, outputs: Any) -> Any:
-        """Watch the outputs that need gradients."""
-        return pytree.tree_map(lambda leaf: self._watch(leaf, lowers=False), outputs)
+        """Cast fp16 outputs to fp32, and watch those that need gradients."""
+        return map_tensors(self._watch_output, outputs)
 
-    def _watch(self, leaf: Any, *, lowers: bool) -> Any:
-        """Return an alias of a tensor whose gradient is multiplied or divided by the scale on its way."""
-        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
-            return leaf
-        # The user may work in place on an output, and may hold an input: an alias keeps our hook to itself.
-        alias = leaf.view_as(leaf)
+    def _watch_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias whose gradient is divided by the scale; the caller may use the tensor too."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        alias = tensor.view_as(tensor)
+        alias.register_hook(self._lower)
+        # The model may work in place on what it gets, which would take the hook out of the graph.
+        return alias.clone() if alias.dtype == torch.float16 else alias
 
-        def pass_border(gradient: torch.Tensor) -> torch.Tensor:
-            if not lowers:
-                self._scale.open_for_this_pass()
-            if self._scale.is_explicit:
-                return gradient
-            return gradient / self._scale.value if lowers else gradient * self._scale.value
+    def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in fp32 whose gradient is multiplied by the scale."""
+        narrow = tensor.dtype == torch.float16
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor.float() if narrow else tensor
+        copy = tensor.float() if narrow else tensor.clone()
+        copy.register_hook(self._raise)
+        return copy
 
-        alias.register_hook(pass_border)
-        return alias
+    def _raise(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Scale a gradient that enters through an output."""
+        self._scale.open_for_this_pass()
+        return gradient * self._factor()
+
+    def _lower(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Unscale a gradient that leaves by an input."""
+        return gradient / self._factor()
+
+    def _factor(self) -> float:
+        """Return the scale, or 1 where the pass was scaled elsewhere or builds a graph."""
+        return 1.0 if self._scale.is_explicit or torch.is_grad_enabled() else self._scale.value

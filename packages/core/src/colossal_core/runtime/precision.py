@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from colossal_core.errors import UsageError
 from colossal_core.interfaces import AbstractBorder
 
-__all__ = ["CastBorder", "Precision", "cast_borders", "cast_floating"]
+__all__ = ["CastBorder", "Precision", "cast_floating", "inner_borders", "map_tensors"]
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,30 +112,42 @@ class Precision:
         return dtype_of
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Apply a function to the tensors of a nested container; containers keep their types, other leaves pass.
+
+    Args:
+        function: Applied to each tensor.
+        tree: Tuples, lists, mappings, dataclasses and registered pytrees of tensors and other leaves.
+    """
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = [item.name for item in dataclasses.fields(leaf) if item.init]
+            return dataclasses.replace(
+                leaf, **{name: map_tensors(function, getattr(leaf, name)) for name in fields}
+            )
+        return leaf
+
+    return pytree.tree_map(visit, tree)
+
+
 def cast_floating(tree: Any, dtype: torch.dtype, *, only: Iterable[torch.dtype] | None = None) -> Any:
     """Cast the floating tensors of a nested container; containers keep their types, everything else passes.
 
     Args:
-        tree: Tuples, lists, mappings, dataclasses and registered pytrees of tensors and other leaves.
+        tree: As for :func:`map_tensors`.
         dtype: Target of floating tensors.
         only: Cast only tensors of these dtypes.
     """
     chosen = None if only is None else frozenset(only)
 
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            wanted = leaf.is_floating_point() if chosen is None else leaf.dtype in chosen
-            return leaf.to(dtype) if wanted and leaf.dtype != dtype else leaf
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            changes = {
-                item.name: cast_floating(getattr(leaf, item.name), dtype, only=only)
-                for item in dataclasses.fields(leaf)
-                if item.init
-            }
-            return dataclasses.replace(leaf, **changes)
-        return leaf
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = tensor.is_floating_point() if chosen is None else tensor.dtype in chosen
+        return tensor.to(dtype) if wanted and tensor.dtype != dtype else tensor
 
-    return pytree.tree_map(cast, tree)
+    return map_tensors(cast, tree)
 
 
 @final
@@ -165,10 +177,7 @@ class CastBorder(AbstractBorder):
         return cast_floating(outputs, self._outside, only=(self._inside,))
 
 
-def cast_borders(model: nn.Module, precision: Precision) -> list[tuple[nn.Module, CastBorder]]:
-    """Return the casts at the borders of a model and of its fp32 modules; none for fp32 and fp64."""
-    if not precision.is_narrow:
-        return []
+def inner_borders(model: nn.Module, precision: Precision) -> list[tuple[nn.Module, CastBorder]]:
+    """Return the casts at the borders of the modules that stay in fp32; none for fp32 and fp64."""
     narrow, wide = precision.compute, torch.float32
-    inner = [(module, CastBorder(wide, narrow, only=(narrow,))) for module in precision.wide_modules(model)]
-    return [(model, CastBorder(narrow, wide)), *inner]
+    return [(module, CastBorder(wide, narrow, only=(narrow,))) for module in precision.wide_modules(model)]
