@@ -1,384 +1,254 @@
-"""The gradient norm, clipping and non-finite gradients: one decision for all ranks, that of plain torch."""
+"""The one routine for the gradient norm: weights from the table, any order, infinities, one message."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossal_core import Booster
-from colossal_core.errors import NonFiniteError, UsageError
-from colossal_core.runtime.optimizer import BoostedOptimizer
-from colossal_testkit import run_ranks, run_ranks_expecting_errors
+from colossal_core.boxes import Box
+from colossal_core.errors import UsageError
+from colossal_core.mesh import Axis, GroupSpec, MeshLayout
+from colossal_core.runtime.collectives import Collectives
+from colossal_core.runtime.mesh import Mesh
+from colossal_core.runtime.norm import clip_factor, gradient_norm, non_finite_names, norm_pieces
+from colossal_core.runtime.table import ParameterTable, Part, Place
+from colossal_testkit.ranks import run_ranks
 
-from .stories import Awkward, assert_close, batch_of, sgd, tiny_buffers
+CPU = torch.device("cpu")
+ALONE = MeshLayout((Axis(name="data", degree=1),))
+GRID = MeshLayout(
+    (Axis(name="data", degree=2, divides_batch=True, gradients="average"), Axis(name="tensor", degree=2))
+)
 
-
-def boost(**settings: Any) -> tuple[Booster, Awkward, BoostedOptimizer]:
-    """Boost the awkward model in many buffers."""
-    torch.manual_seed(0)
-    model = Awkward()
-    booster = Booster(precision="fp64", **settings)
-    with tiny_buffers():
-        model, optimizer = booster.boost(model, sgd(model))
-    return booster, model, optimizer
-
-
-def run_backward(model: nn.Module, step: int, head: str = "a") -> None:
-    """Run one backward on this rank's batch."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model(batch_of(rank, step), head).square().mean().backward()
+ORDERS = (1.0, 2.0, 3.0, math.inf)
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the parameters."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+class Weights(nn.Module):
+    """Three parameters, two of which are cut in the tests with ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(1)
+        for name, shape in (("rows", (5, 4)), ("columns", (3, 6)), ("whole", (7,))):
+            value = torch.randn(shape, generator=source, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(value))
 
 
-# --- clipping by hand ------------------------------------------------------------------------------------
-
-
-def clip_by_hand(
-    max_norm: float, norm_type: float
-) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
-    """Clip by the optimizer's method in each of four steps; return norms, weights and ``grad_norm``."""
-    _, model, optimizer = boost()
-    norms, after = [], []
-    for step in range(4):
-        run_backward(model, step, "ab"[(dist.get_rank() + step) % 2])
-        norms.append(float(optimizer.clip_grad_norm_(max_norm, norm_type)))
-        optimizer.step()
-        after.append(float(optimizer.grad_norm))
-        optimizer.zero_grad()
-    return norms, weights_of(model), after
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize("max_norm", [0.01, 1e9])
-def test_clipping_by_hand_equals_torch(max_norm: float, norm_type: float) -> None:
-    """Any order of the norm, with unused, frozen and tied parameters in two groups, on three ranks."""
-    results = run_ranks(clip_by_hand, 3, max_norm, norm_type)
-
-    torch.manual_seed(0)
-    model = Awkward()
-    optimizer = sgd(model)
-    for step in range(4):
-        for rank in range(3):
-            (model(batch_of(rank, step), "ab"[(rank + step) % 2]).square().mean() / 3).backward()
-        euclidean = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-        filled = [
-            parameter for parameter in model.parameters() if parameter.numel()
-        ]  # torch's norm needs that
-        norm = float(nn.utils.clip_grad_norm_(filled, max_norm, norm_type))
-        for norms, _, after in results:
-            assert norms[step] == pytest.approx(norm, rel=1e-10)
-            assert after[step] == pytest.approx(euclidean, rel=1e-10)
-        optimizer.step()
-        optimizer.zero_grad()
-    for _, weights, _ in results:
-        for name, parameter in model.named_parameters():
-            assert_close(weights[name], parameter, name)
-
-
-def clip_then_change(
-    how: str, rank: int
-) -> tuple[str, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Let a gradient arrive or change on one rank between clipping and step; then do a whole step."""
-    _, model, optimizer = boost()
-    before = weights_of(model)
-    run_backward(model, 0)
-    optimizer.clip_grad_norm_(0.01)
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        if how == "backward":
-            run_backward(model, 1, "b")
-        elif how == "zero_grad":
-            optimizer.zero_grad()
-        else:
-            model.head_b.bias.grad = torch.ones(3, dtype=torch.float64)
-    message = ""
-    try:
-        optimizer.step()
-    except UsageError as error:
-        message = str(error)
-    between = weights_of(model)
-    optimizer.zero_grad()
-    run_backward(model, 2)
-    optimizer.step()
-    same = {name: between[name] - before[name] for name in before}
-    return message, float(optimizer.grad_norm), same, weights_of(model)
-
-
-@pytest.mark.parametrize("how", ["backward", "zero_grad", "assign"])
-def test_gradients_that_change_after_clipping_are_refused_on_every_rank(how: str) -> None:
-    """What clipping has not seen cannot be in the step: all ranks raise, update nothing and can go on."""
-    results = run_ranks(clip_then_change, 2, how, 1)
-
-    torch.manual_seed(0)
-    model = Awkward()
-    optimizer = sgd(model)
-    for rank in range(2):
-        (model(batch_of(rank, 2)).square().mean() / 2).backward()
-    optimizer.step()
-    for message, _, change, weights in results:
-        assert "after clip_grad_norm_() had reduced them" in message
-        assert "right before optimizer.step()" in message
-        assert all(not difference.any() for difference in change.values())
-        for name, parameter in model.named_parameters():
-            assert_close(weights[name], parameter, name)
-
-
-def test_gradients_that_change_after_clipping_are_refused_on_a_lone_rank() -> None:
-    """A loop that breaks on two ranks does not work by accident on one."""
-    message, _, _, _ = clip_then_change("backward", 0)
-
-    assert "after clip_grad_norm_() had reduced them" in message
-
-
-def clip_twice() -> tuple[float, float, float]:
-    """Ask for the norm twice, without and with a bound, and change nothing in between."""
-    _, model, optimizer = boost()
-    run_backward(model, 0)
-    model.unused.bias.grad = torch.ones(2, dtype=torch.float64)
-    first = float(optimizer.clip_grad_norm_(math.inf))
-    second = float(optimizer.clip_grad_norm_(0.01, 1.0))
-    optimizer.step()
-    return first, second, float(optimizer.grad_norm)
-
-
-def test_clipping_twice_changes_nothing_but_the_bound() -> None:
-    """The second call finds the gradients reduced, also those that were assigned."""
-    results = run_ranks(clip_twice, 2)
-
-    for first, second, norm in results:
-        assert first == norm
-        assert second > first
-
-
-def clip_twice_over() -> None:
-    """Clip by hand although the plan clips."""
-    _, model, optimizer = boost(max_grad_norm=1.0)
-    run_backward(model, 0)
-    optimizer.clip_grad_norm_(0.5)
-
-
-def test_clipping_by_hand_is_refused_where_the_plan_clips() -> None:
-    """Two bounds would be one too many; the message says which to drop."""
-    errors = run_ranks_expecting_errors(clip_twice_over, 2, error=UsageError)
-
-    for error in errors:
-        assert "max_grad_norm is 1.0" in error.message
-        assert "max_grad_norm = None" in error.hint
-
-
-def change_bound() -> list[float]:
-    """Set ``max_grad_norm`` between steps and return the norm of what the update used."""
-    _, model, optimizer = boost(max_grad_norm=1e-3)
-    used = []
-    for bound in (1e-3, 1e-5, None):
-        optimizer.max_grad_norm = bound
-        run_backward(model, 0)
-        optimizer.step()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        used.append(float(nn.utils.get_total_norm(gradients)) / float(optimizer.grad_norm))
-        used.append(1.0 if bound is None else bound / float(optimizer.grad_norm))
-        optimizer.zero_grad()
-    return used
-
-
-def test_bound_may_change_at_any_time() -> None:
-    """``max_grad_norm`` is read at each step; None clips nothing."""
-    results = run_ranks(change_bound, 2)
-
-    for used in results:
-        assert used[::2] == pytest.approx(used[1::2], rel=1e-4)  # torch adds 1e-6 to the norm
-
-
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
-def test_impossible_orders_are_refused(norm_type: float) -> None:
-    """Only positive orders are norms that can be clipped to."""
-    _, model, optimizer = boost()
-    run_backward(model, 0)
-
-    with pytest.raises(UsageError, match="norm_type is"):
-        optimizer.clip_grad_norm_(1.0, norm_type)
-
-
-def test_norm_without_gradients_is_zero() -> None:
-    """A step without backward has a norm of 0 and changes nothing."""
-    _, model, optimizer = boost()
-    before = weights_of(model)
-
-    norm = optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-
-    assert norm == 0
-    assert norm.dtype == torch.float64
-    assert optimizer.grad_norm == 0
-    assert all(torch.equal(before[name], value) for name, value in weights_of(model).items())
-
-
-# --- not finite ------------------------------------------------------------------------------------------
-
-
-def spoil(value: float, rank: int, nonfinite: str | None) -> dict[str, Any]:
-    """Let one rank's gradient of one parameter be not finite in step 1 of 3, with a scheduler."""
-    torch.manual_seed(0)
-    model = Awkward()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    with tiny_buffers():
-        booster = Booster(precision="fp64", nonfinite=nonfinite, max_grad_norm=0.05)
-        model, optimizer, scheduler = booster.boost(model, optimizer, scheduler)
-    errors, moved = [], []
-    for step in range(3):
-        spoiled = torch.zeros(7, 5, dtype=torch.float64)
-        spoiled[3, 2] = value if step == 1 and dist.get_rank() == rank else 0.0
-        hook = model.trunk.weight.register_hook(spoiled.add)
-        run_backward(model, step)
-        hook.remove()
-        before = weights_of(model)
-        try:
-            optimizer.step()
-        except NonFiniteError as error:
-            errors.append(str(error))
-        moved.append(
-            [name for name, value in weights_of(model).items() if not torch.equal(value, before[name])]
-        )
-        stepped = optimizer.stepped
-        scheduler.step()
-        optimizer.zero_grad()
-        assert stepped == (step != 1)
+def make_gradients() -> dict[str, torch.Tensor]:
+    """Return the averaged gradients of the serial model."""
+    source = torch.Generator().manual_seed(2)
     return {
-        "errors": errors,
-        "moved": moved,
-        "weights": weights_of(model),
-        "lr": scheduler.get_last_lr(),
-        "skipped": optimizer.skipped_steps,
-        "norm": float(optimizer.grad_norm),
-        "steps": booster.step,
-        "count": float(optimizer.state_dict()["state"][0]["step"]),
+        name: torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+        for name, parameter in Weights().named_parameters()
     }
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("nonfinite", [None, "skip"])
-def test_one_bad_element_on_one_rank_is_a_decision_of_all(value: float, nonfinite: str | None) -> None:
-    """All ranks raise or skip before anything is updated, the scheduler waits, and the next step is right."""
-    results = run_ranks(spoil, 2, value, 1, nonfinite)
-
-    torch.manual_seed(0)
-    model = Awkward()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in (0, 2):
-        for rank in range(2):
-            (model(batch_of(rank, step)).square().mean() / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    for result in results:
-        assert len(result["errors"]) == (0 if nonfinite == "skip" else 1)
-        for error in result["errors"]:
-            assert "'trunk.weight'" in error
-            assert "nothing was updated" in error
-            assert "step 1" in error
-            assert "nonfinite='skip'" in error
-        assert result["moved"][1] == []
-        assert result["lr"] == scheduler.get_last_lr()
-        assert result["skipped"] == 1
-        assert result["steps"] == 2
-        assert result["count"] == 2
-        for name, parameter in model.named_parameters():
-            assert_close(result["weights"][name], parameter, name)
+def expected_norm(order: float) -> float:
+    """Return torch's norm of the serial gradients."""
+    flat = torch.cat([gradient.flatten() for gradient in make_gradients().values()])
+    return float(torch.linalg.vector_norm(flat, order))
 
 
-def overflow_the_sum() -> str:
-    """Let each rank's fp32 gradient be finite and their sum infinite."""
-    model = nn.Linear(3, 2)
-    model, optimizer = Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model.bias.grad = torch.full((2,), 3e38)
-    try:
-        optimizer.step()
-    except NonFiniteError as error:
-        return str(error)
-    return ""
+def place_of(name: str, tensor: torch.Tensor, start: int = 0, over: GroupSpec = GroupSpec()) -> Place:
+    """Return the place of a gradient."""
+    return Place(key=("model", name), state="gradient", tensor=tensor, start=start, sharded_over=over)
 
 
-def test_overflow_of_the_sum_is_found() -> None:
-    """Infinity may come from adding what is finite on every rank."""
-    for message in run_ranks(overflow_the_sum, 2):
-        assert "'bias'" in message
+def norm_here(places: Sequence[Place], order: float = 2.0) -> float:
+    """Return the norm of gradients of the serial model in a world of one rank."""
+    table = ParameterTable.serial({"model": Weights()}, ALONE)
+    pieces = norm_pieces(table, places, 0)
+    everyone = Mesh(ALONE, 0, CPU).everyone()
+    return gradient_norm(pieces, everyone, Collectives(), norm_type=order)
 
 
-def clip_what_is_not_finite(norm_type: float) -> tuple[float, str]:
-    """Ask for a norm of any order of a gradient that is infinite on rank 1, and step."""
-    _, model, optimizer = boost()
-    run_backward(model, 0)
-    if dist.get_rank() == 1:
-        model.scale.grad = torch.tensor(math.inf, dtype=torch.float64)
-    norm = float(optimizer.clip_grad_norm_(1.0, norm_type))
-    try:
-        optimizer.step()
-    except NonFiniteError as error:
-        return norm, str(error)
-    return norm, ""
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_clipping_by_hand_tells_of_infinity_in_any_order(norm_type: float) -> None:
-    """The norm itself is not finite on any rank, and the step raises as it would without clipping."""
-    for norm, message in run_ranks(clip_what_is_not_finite, 2, norm_type):
-        assert not math.isfinite(norm)
-        assert "'scale'" in message
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_is_that_of_torch(order: float) -> None:
+    """Any positive order, and the largest element."""
+    places = [place_of(name, gradient) for name, gradient in make_gradients().items()]
+
+    assert norm_here(places, order) == pytest.approx(expected_norm(order), rel=1e-14)
 
 
-def keep_after_skip(precision: str) -> tuple[list[float], list[torch.Tensor]]:
-    """Skip a step, keep its gradients, replace the bad one, and step again."""
-    torch.manual_seed(0)
-    model = Awkward().to(torch.float64 if precision == "fp64" else torch.float32)
-    with tiny_buffers():
-        booster = Booster(precision=precision, nonfinite="skip")
-        model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    dtype = next(model.parameters()).dtype
-    for step in range(2):
-        model(batch_of(dist.get_rank(), step).to(dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(batch_of(dist.get_rank(), 2).to(dtype)).square().mean().backward()
-    model.shift.grad = torch.full((1,), math.inf if dist.get_rank() == 0 else 1.0, dtype=dtype)
-    optimizer.step()
-    skipped = optimizer.stepped
-    model.shift.grad = torch.ones(1, dtype=dtype)
-    optimizer.step()
-    return [float(skipped), float(optimizer.grad_norm)], [p.detach().double() for p in model.parameters()]
+def test_neighbours_in_memory_are_one_piece() -> None:
+    """Gradients that lie behind each other and count alike are squared in one go."""
+    table = ParameterTable.serial({"model": Weights()}, ALONE)
+    gradients = make_gradients()
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    views = flat.split([gradient.numel() for gradient in gradients.values()])
+
+    pieces = norm_pieces(table, [place_of(name, v) for name, v in zip(gradients, views, strict=True)], 0)
+
+    assert [piece.names for piece in pieces] == [("rows", "columns", "whole")]
+    assert pieces[0].tensor.data_ptr() == flat.data_ptr()
+    assert pieces[0].tensor.numel() == flat.numel()
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("bf16", 0.02)])
-def test_gradients_that_are_kept_after_a_skipped_step_are_still_the_mean(
-    precision: str, tolerance: float
+def test_ranges_of_a_gradient_add_up() -> None:
+    """A manager may hold a gradient in ranges that cut through rows."""
+    gradient = make_gradients()["rows"].flatten()
+    places = [place_of("rows", gradient[at:end], at) for at, end in ((0, 3), (3, 3), (3, 17), (17, 20))]
+
+    assert norm_here(places) == pytest.approx(float(gradient.norm()), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_of_narrow_gradients_is_accumulated_in_fp64(dtype: torch.dtype) -> None:
+    """Squares that would overflow fp32, and small ones beside large ones, count in full."""
+    gradient = torch.full((5, 4), 2.0**100, dtype=dtype)
+    gradient[0] = 1.0
+
+    norm = norm_here([place_of("rows", gradient)])
+
+    assert norm == pytest.approx(4 * 2.0**100, rel=1e-14)
+
+
+def test_many_elements_are_squared_in_chunks() -> None:
+    """More elements than a chunk holds give the sum of all of them, in fp32 and in fp64."""
+    model = nn.ParameterDict({"long": torch.empty((1 << 17) + 3)})
+    table = ParameterTable.serial({"model": model}, ALONE)
+    everyone = Mesh(ALONE, 0, CPU).everyone()
+    for dtype in (torch.float32, torch.float64):
+        gradient = torch.full(((1 << 17) + 3,), 0.5, dtype=dtype)
+
+        norm = gradient_norm(norm_pieces(table, [place_of("long", gradient)], 0), everyone, Collectives())
+
+        assert norm == pytest.approx(0.5 * math.sqrt((1 << 17) + 3), rel=1e-14)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_gradient_that_is_not_finite_makes_no_finite_norm(order: float, bad: float) -> None:
+    """Whatever the order, one element decides; the parameter is named."""
+    gradients = make_gradients()
+    gradients["columns"][1, 2] = bad
+    places = [place_of(name, gradient) for name, gradient in gradients.items()]
+    table = ParameterTable.serial({"model": Weights()}, ALONE)
+
+    assert not math.isfinite(norm_here(places, order))
+    assert non_finite_names(norm_pieces(table, places, 0), places) == ["columns"]
+
+
+def test_finite_gradients_have_no_names() -> None:
+    """Nothing is blamed when nothing is wrong."""
+    places = [place_of(name, gradient) for name, gradient in make_gradients().items()]
+    table = ParameterTable.serial({"model": Weights()}, ALONE)
+
+    assert non_finite_names(norm_pieces(table, places, 0), places) == []
+
+
+def test_norm_of_nothing_is_zero() -> None:
+    """A rank without gradients, and a model without any, have a norm."""
+    empty = nn.ParameterDict({"empty": torch.empty(0, 3)})
+    table = ParameterTable.serial({"model": empty}, ALONE)
+
+    assert norm_pieces(table, [place_of("empty", torch.empty(0, 3))], 0) == []
+    assert norm_here([]) == 0.0
+    assert norm_here([], math.inf) == 0.0
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, math.nan])
+def test_order_that_is_not_positive_is_refused(order: float) -> None:
+    """Torch's other orders are no norms of a gradient."""
+    with pytest.raises(UsageError, match="norm_type is"):
+        norm_here([], order)
+
+
+@pytest.mark.parametrize(
+    ("norm", "bound", "factor"),
+    [(2.0, None, 1.0), (2.0, 4.0, 1.0), (2.0, 1.0, 1.0 / (2.0 + 1e-6)), (0.0, 1.0, 1.0)],
+)
+def test_clipping_shrinks_as_torch_does_and_never_grows(
+    norm: float, bound: float | None, factor: float
 ) -> None:
-    """A step without update leaves sums in the buffers; the next one, without backward, averages them."""
-    results = run_ranks(keep_after_skip, 2, precision)
+    """The factor is torch's, with its epsilon, and 1 below the bound or without one."""
+    assert clip_factor(norm, bound) == factor
 
-    torch.manual_seed(0)
-    model = Awkward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    norm = math.nan
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(batch_of(rank, step)).square().mean() / 2).backward()
-        if step == 2:
-            model.shift.grad = torch.ones(1, dtype=torch.float64)
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
-        optimizer.step()
-    for (stepped, found), weights in results:
-        assert not stepped
-        assert found == pytest.approx(norm, rel=tolerance)
-        for value, parameter in zip(weights, model.parameters(), strict=True):
-            assert_close(value, parameter, "weight", tolerance)
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+def cut_weights(rank: int) -> tuple[ParameterTable, list[tuple[str, torch.Tensor]]]:
+    """Return the table and the local gradients of one rank of `GRID`, with padding that holds NaN.
+
+    ``rows`` is cut over tensor unevenly, the second rank padding a row; ``columns`` is cut into two column
+    blocks of which both ranks hold the middle two columns; ``whole`` is held by all.
+    """
+    model, gradients = Weights(), make_gradients()
+    table = ParameterTable.serial({"model": model}, GRID)
+    index, alone = GRID.coordinates(rank)["tensor"], GRID.without("tensor")
+    first, num_rows = ((0, 3), (3, 2))[index]
+    rows = torch.full((3, 4), math.nan, dtype=torch.float64)
+    rows[:num_rows] = gradients["rows"][first : first + num_rows]
+    model.get_parameter("rows").data = torch.zeros(3, 4, dtype=torch.float64)
+    table.cut(
+        ("model", "rows"),
+        parts=[Part(box=Box((first, 0), (num_rows, 4)), local=(0, 0), holders=alone)],
+    )
+    start = (0, 2)[index]
+    columns = gradients["columns"][:, start : start + 4].contiguous()
+    own, shared = Box((0, (0, 4)[index]), (3, 2)), Box((0, 2), (3, 2))
+    model.get_parameter("columns").data = torch.zeros(3, 4, dtype=torch.float64)
+    table.cut(
+        ("model", "columns"),
+        parts=[
+            Part(box=own, local=(0, own.offset[1] - start), holders=alone),
+            Part(box=shared, local=(0, shared.offset[1] - start), holders=GRID.everyone()),
+        ],
+    )
+    return table, [("rows", rows), ("columns", columns), ("whole", gradients["whole"])]
+
+
+def norms_of_cut_gradients(poisoned_rank: int | None) -> tuple[dict[float, float], int, list[str]]:
+    """Return norms of all orders, the bytes that one costs, and the parameters at fault on this rank.
+
+    Gradients are sums over the two data ranks, twice the average; each rank holds half of ``whole`` only.
+    """
+    rank = dist.get_rank()
+    table, gradients = cut_weights(rank)
+    if rank == poisoned_rank:
+        gradients[1][1][0, 0] = math.nan
+    places = []
+    for name, gradient in gradients:
+        flat = 2 * gradient.reshape(-1)
+        if name == "whole":
+            start, stop = ((0, 4), (4, 7))[GRID.coordinates(rank)["data"]]
+            places.append(place_of(name, flat[start:stop], start, GroupSpec(("data",))))
+        else:
+            places.append(place_of(name, flat))
+    everyone = Mesh(GRID, rank, CPU).everyone()
+    collectives = Collectives()
+    pieces = norm_pieces(table, places, rank)
+    found = {order: gradient_norm(pieces, everyone, collectives, norm_type=order) for order in ORDERS}
+    num_bytes = sum(transfer.full_bytes for transfer in collectives.ledger.records)
+    return found, num_bytes, non_finite_names(pieces, places)
+
+
+def test_each_element_counts_once_however_many_ranks_hold_it() -> None:
+    """Cut, shared, padded and sharded gradients have the serial model's norm, the same bits on all ranks."""
+    found = run_ranks(norms_of_cut_gradients, 4, None)
+
+    for order in ORDERS:
+        assert {norms[order] for norms, _, _ in found} == {found[0][0][order]}
+        assert found[0][0][order] == pytest.approx(expected_norm(order), rel=1e-13)
+
+
+def test_norm_costs_eight_bytes() -> None:
+    """One number travels, whatever the model."""
+    assert [num_bytes for _, num_bytes, _ in run_ranks(norms_of_cut_gradients, 4, None)] == [32] * 4
+
+
+def test_all_ranks_see_what_is_not_finite_on_one() -> None:
+    """No rank can decide alone; the one that holds the element can name it, and blames no padding."""
+    found = run_ranks(norms_of_cut_gradients, 4, 2)
+
+    assert not any(math.isfinite(norm) for norms, _, _ in found for norm in norms.values())
+    assert [names for _, _, names in found] == [[], [], ["columns"], []]

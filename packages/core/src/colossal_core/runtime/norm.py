@@ -112,11 +112,19 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def non_finite_names(pieces: Iterable[NormPiece], places: Iterable[Place]) -> list[str]:
-    """Return the parameters with a non-finite gradient on this rank, in the order of ``places``."""
-    if all(bool(torch.isfinite(piece.tensor).all()) for piece in pieces):
-        return []
-    names = [place.key[1] for place in places if not bool(torch.isfinite(place.tensor).all())]
-    return list(dict.fromkeys(names))
+    """Return the parameters with a non-finite gradient on this rank, in the order of ``places``.
+
+    Padding is part of places, and not of pieces, so it blames nobody.
+    """
+    blamed = [piece.names for piece in pieces if not bool(torch.isfinite(piece.tensor).all())]
+    certain = {names[0] for names in blamed if len(names) == 1}
+    possible = {name for names in blamed for name in names} - certain
+    found = [
+        name
+        for name, tensor in ((place.key[1], place.tensor) for place in places)
+        if name in certain or (name in possible and not bool(torch.isfinite(tensor).all()))
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
