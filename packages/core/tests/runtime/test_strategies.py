@@ -15,18 +15,19 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from colossal_core.errors import NonFiniteError
 from colossal_core.runtime.booster import Booster
 from colossal_core.runtime.cover import find_cover_problems
-from colossal_testkit.models import Workload
+from colossal_testkit.models import Workload, randomise
 from colossal_testkit.parity import FP64, Loop, Recipe, boost_workload, check_parity, share_of
 from colossal_testkit.ranks import run_ranks, run_ranks_expecting_errors
 from colossal_testkit.traffic import measure_traffic
 
 from .published import Published, expected_gradient_words, join_states, publish
-from .strategy_cases import BOUND, CASES, Case, make_registry
+from .strategy_cases import BOUND, CASES, NUM_SAMPLES, Case, make_registry
 
 STATES = ("value", "gradient", "exp_avg", "exp_avg_sq")
 
@@ -243,3 +244,111 @@ def test_step_that_was_skipped_leaves_no_trace(case: Case) -> None:
         joined,
         {name: value for name, value in expected.items() if ".norm." not in name or value.requires_grad},
     )
+
+
+# --- two models -------------------------------------------------------------------------------------------
+
+
+class Speaker(nn.Module):
+    """An embedding and a head; another model may share the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map token numbers ``[batch, time]`` to ``[batch, 3]``."""
+        outputs: torch.Tensor = self.out(self.tokens(ids).mean(dim=1))
+        return outputs
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Pair:
+    """Two models that share an embedding, an optimizer for each, and what they learn from."""
+
+    speaker: Speaker
+    listener: Speaker
+    optimizers: Sequence[Any]
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def build(cls) -> Pair:
+        """Return the pair, the same in every process; the shared weight belongs to the first optimizer."""
+        speaker, listener = Speaker().double(), Speaker().double()
+        randomise(speaker, seed=1)
+        randomise(listener, seed=2)
+        listener.tokens.weight = speaker.tokens.weight
+        optimizers = [
+            torch.optim.AdamW(speaker.parameters(), lr=0.02, weight_decay=0.1),
+            torch.optim.AdamW(listener.out.parameters(), lr=0.03),
+        ]
+        source = torch.Generator().manual_seed(4)
+        batches = []
+        for _ in range(3):
+            ids = torch.randint(0, 12, (NUM_SAMPLES, 5), generator=source)
+            targets = torch.randn(2, NUM_SAMPLES, 3, generator=source, dtype=torch.float64)
+            batches.append((ids, targets[0], targets[1]))
+        return cls(speaker=speaker, listener=listener, optimizers=optimizers, batches=batches)
+
+    def run_backward(self, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        """Let one backward reach both models."""
+        ids, one, other = batch
+        loss = F.mse_loss(self.speaker(ids), one) + 2 * F.mse_loss(self.listener(ids), other)
+        loss.backward()
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter under the name of its entry."""
+        shared = {f"speaker.{name}": value for name, value in self.speaker.named_parameters()}
+        return shared | {
+            f"listener.out.{name}": value for name, value in self.listener.out.named_parameters()
+        }
+
+
+def train_pair(degree: int) -> tuple[Published, list[list[float]]]:
+    """Boost both models in one call, train, and return both books and the norms of both optimizers."""
+    pair = Pair.build()
+    booster = Booster(
+        plan={"pieces": {"vocabulary": {"degree": degree}}, "precision": "fp64", "max_grad_norm": BOUND},
+        registry=make_registry(),
+    )
+    optimizers = booster.boost(*pair.optimizers, speaker=pair.speaker, listener=pair.listener)[:2]
+    assert pair.listener.tokens.weight is pair.speaker.tokens.weight
+    norms: list[list[float]] = []
+    for batch in pair.batches:
+        pair.run_backward(share_of(batch, booster.data_rank, booster.data_degree, equal=True))
+        for optimizer in optimizers:
+            optimizer.step()
+        norms.append([float(optimizer.grad_norm) for optimizer in optimizers])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return publish(booster), norms
+
+
+@pytest.mark.parametrize(("degree", "nproc"), [(2, 2), (2, 4), (3, 3)])
+def test_models_may_share_a_cut_parameter(degree: int, nproc: int) -> None:
+    """One entry, cut once under the name in the second model; each optimizer clips by the norm of its own."""
+    pair, expected_norms = Pair.build(), []
+    for batch in pair.batches:
+        pair.run_backward(batch)
+        expected_norms.append(
+            [
+                float(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], BOUND))
+                for optimizer in pair.optimizers
+            ]
+        )
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = run_ranks(train_pair, nproc, degree)
+
+    ranks = [published for published, _ in found]
+    assert find_cover_problems([published.book for published in ranks]) == []
+    assert ("listener", "tokens.weight") not in ranks[0].book
+    assert ranks[0].local_numel["speaker", "tokens.weight"] == 12 * 6 // degree
+    check_close(join_states(ranks, "value"), pair.named)
+    for _, norms in found:
+        for mine, theirs in zip(norms, expected_norms, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)
