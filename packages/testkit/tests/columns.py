@@ -34,8 +34,8 @@ class Columns:
 
     Attributes:
         degree: Number of ranks that share a layer.
-        fault: Which promise the strategy breaks, for tests of the contract itself: ``"impure"``, ``"new
-            parameters"``, ``"gap"`` or ``"silent"`` in the table, ``"no sum"`` in backward.
+        fault: Which promise the strategy breaks, for tests of the contract itself: ``"impure"``,
+            ``"foreign"`` modules, ``"gap"`` or ``"silent"`` in the table, ``"no sum"`` in backward.
     """
 
     degree: int = 2
@@ -56,6 +56,20 @@ class ColumnLinear(nn.Linear):
         leave: Callable[..., torch.Tensor] = _Leave.apply
         local = nn.functional.linear(enter(input, self), self.weight, self.bias)
         return leave(local, self)[..., : self.num_features]
+
+
+class Foreign(nn.Module):
+    """A layer that is no linear layer any more: what a careless wrapper leaves behind."""
+
+    def __init__(self, layer: ColumnLinear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        vars(self)["layer"] = layer
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        """Do as the layer does."""
+        layer: ColumnLinear = vars(self)["layer"]
+        return layer.forward(samples)
 
 
 class _Enter(torch.autograd.Function):
@@ -129,14 +143,12 @@ class ColumnStrategy(AbstractStrategy):
                 for kind, parameter in layer.named_parameters():
                     parts = proposal.cuts[model, f"{name}.{kind}"]
                     parameter.data = _cut(parameter.detach(), parts, cut.out_features)
-                    if self.options.fault == "new parameters" and kind == "bias":
-                        parameter = nn.Parameter(parameter.detach().clone())  # noqa: PLW2901 - the fault
-                        setattr(cut, kind, parameter)
                     if self.options.fault != "silent":
                         whose = parts if self.options.fault != "gap" else parts[:0]
                         context.table.cut((model, f"{name}.{kind}"), parts=whose, tensor=parameter)
                 parent, _, child = name.rpartition(".")
-                setattr(module.get_submodule(parent), child, cut)
+                replacement = Foreign(cut) if self.options.fault == "foreign" else cut
+                setattr(module.get_submodule(parent), child, replacement)
 
 
 def _layers(module: nn.Module) -> list[tuple[str, nn.Linear]]:

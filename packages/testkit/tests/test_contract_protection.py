@@ -140,7 +140,13 @@ def test_a_weakening_fails_the_guard(subclass: type[Promise], names: list[str]) 
     assert all(name in problem for name, problem in zip(names, problems, strict=True))
 
 
-CHOSEN = "contract_is_whole or (Scale and 2 and (without_clipping or traffic)) or (Waiving and everything)"
+CHOSEN = [
+    "test_broken.py::TestDropping::test_contract_is_whole",
+    "test_broken.py::TestScale::test_contract_is_whole",
+    "test_broken.py::TestScale::test_norm_is_exact_without_clipping[2]",
+    "test_broken.py::TestScale::test_traffic_equals_the_formula[2]",
+    "test_broken.py::TestWaiving::test_everything_communicated_is_in_the_ledger",
+]
 
 RUN = """
 from broken_managers import Broken, make_registry
@@ -192,7 +198,7 @@ def test_a_broken_manager_fails_when_pytest_runs_its_contract(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
 
     run = subprocess.run(
-        [*command, f"--rootdir={tmp_path}", "-k", CHOSEN, "test_broken.py"],
+        [*command, f"--rootdir={tmp_path}", *CHOSEN],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -207,6 +213,5 @@ def test_a_broken_manager_fails_when_pytest_runs_its_contract(tmp_path: Path) ->
         "FAILED TestScale::test_norm_is_exact_without_clipping[2]",
         "PASSED TestScale::test_contract_is_whole",
         "PASSED TestScale::test_traffic_equals_the_formula[2]",
-        "PASSED TestWaiving::test_contract_is_whole",
     ]
     assert "waived: sums in another order" in max(lines)

@@ -256,25 +256,54 @@ def test_sleepers(pytestconfig):
 """
 
 
-def test_no_process_stays_behind(tmp_path: Path) -> None:
-    """Ctrl-C and an impolite end of pytest take the workers and the forkserver along."""
-    runs = {how: _start_sleepers(tmp_path / how.name) for how in (signal.SIGINT, signal.SIGKILL)}
-    processes = {process for how in runs for process in _await_processes(tmp_path / how.name)}
+def test_a_killed_test_run_leaves_no_process(tmp_path: Path) -> None:
+    """An impolite end of pytest takes the workers and the forkserver along."""
+    run = _start_sleepers(tmp_path)
+    processes = _await_processes(tmp_path)
 
-    for how, run in runs.items():
-        run.send_signal(how)
-        run.wait(timeout=15)
+    run.kill()
+    run.wait(timeout=15)
 
+    assert len(processes) == 3
+    assert _await_end(processes) == []
+
+
+def sleep(folder: str) -> None:
+    """Say who is there, and stay."""
+    Path(folder, f"rank{dist.get_rank()}").write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(60)
+
+
+def test_an_interrupt_ends_the_ranks_and_says_what_they_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C, or a timeout of the test runner, goes through; stacks are printed, the workers are gone."""
+
+    def interrupt() -> None:
+        """Press Ctrl-C once both ranks are asleep."""
+        _await_processes(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(sleep, 2, str(tmp_path))
+
+    workers = {int((tmp_path / f"rank{rank}").read_text().split()[0]) for rank in range(2)}
+    assert _await_end(workers) == []
+    assert "in sleep" in capsys.readouterr().out
+
+
+def _await_end(processes: set[int]) -> list[int]:
+    """Return those processes that still run after a few seconds."""
     deadline = time.monotonic() + 5
     while any(map(_is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(processes) == 6
-    assert [process for process in processes if _is_running(process)] == []
+    return [process for process in processes if _is_running(process)]
 
 
 def _start_sleepers(folder: Path) -> subprocess.Popen[bytes]:
     """Start pytest on a test whose ranks sleep."""
-    folder.mkdir()
     (folder / "test_sleepers.py").write_text(SLEEPERS)
     command = [
         sys.executable,

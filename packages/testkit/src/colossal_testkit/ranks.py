@@ -70,6 +70,7 @@ T = TypeVar("T")
 
 # Enough for a peer to raise its own error; a peer that waits in a collective for the failed rank never will.
 _GRACE_SECONDS = 3.0
+_SLICE_SECONDS = 0.5
 _MAX_RANKS = 64
 
 
@@ -313,7 +314,9 @@ def _await_reports(crew: Crew, verdict: Verdict, *, grace_seconds: float) -> Non
     waiting: dict[int, Member] = {member.rank: member for member in crew.members[: verdict.num_ranks]}
     deadline = time.monotonic() + verdict.timeout_seconds
     while waiting and time.monotonic() < deadline:
-        reports, dead = crew.receive(list(waiting.values()), deadline - time.monotonic())
+        # In slices, since a signal that another thread received is handled between two of them only.
+        seconds = min(deadline - time.monotonic(), _SLICE_SECONDS)
+        reports, dead = crew.receive(list(waiting.values()), seconds)
         for report in reports:
             verdict.reports[report.rank] = report
             del waiting[report.rank]
@@ -321,8 +324,8 @@ def _await_reports(crew: Crew, verdict: Verdict, *, grace_seconds: float) -> Non
             verdict.died[member.rank] = "ended"
             del waiting[member.rank]
         if dead or any(report.failure is not None for report in reports):
-            seconds = min(grace_seconds, _GRACE_SECONDS) if dead else grace_seconds
-            deadline = min(deadline, time.monotonic() + seconds)
+            grace = min(grace_seconds, _GRACE_SECONDS) if dead else grace_seconds
+            deadline = min(deadline, time.monotonic() + grace)
 
 
 def _print_outputs(outputs: Mapping[int, str]) -> None:
