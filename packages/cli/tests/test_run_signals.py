@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -129,6 +130,36 @@ def test_a_reader_that_leaves_ends_the_run(program: Program) -> None:
     code = process.wait(20)
 
     assert code == 128 + signal.SIGPIPE
+
+
+def test_control_z_stops_the_ranks_too(program: Program) -> None:
+    """A job that is suspended does not compute, and goes on where it was."""
+    process = _start(program, "plain")
+    ranks = [pid for pid, command in program.find_survivors().items() if command.endswith("s.py plain ")]
+    ranks = [pid for pid in ranks if "colossal_cli" not in program.find_survivors()[pid]]
+
+    process.send_signal(signal.SIGTSTP)
+    stopped = _await_states(ranks, "T")
+    process.send_signal(signal.SIGCONT)
+    going = _await_states(ranks, "S")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+
+    assert len(ranks) == 2
+    assert stopped
+    assert going
+    assert process.returncode == 143
+
+
+def _await_states(pids: list[int], state: str) -> bool:
+    """Return whether all processes get into a state within a few seconds."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        texts = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8") for pid in pids]
+        if {text.rpartition(")")[2].split()[0] for text in texts} == {state}:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_the_folder_of_a_run_is_removed(program: Program) -> None:

@@ -198,7 +198,7 @@ class Supervisor:
 
     def _install_handlers(self, waker: int) -> Callable[[], None]:
         """Make signals wake the loop; return what puts everything back."""
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGWINCH]
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGTSTP]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
             numbers.append(signal.SIGHUP)
         before = [(number, signal.getsignal(number)) for number in numbers]
@@ -221,6 +221,12 @@ class Supervisor:
         if number == signal.SIGWINCH:
             for terminal in self._terminals:
                 terminal.copy_size()
+            return
+        if number == signal.SIGTSTP:
+            # Ctrl-Z stops us only, since ranks are in sessions of their own; they would go on computing.
+            self._signal_running(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._signal_running(signal.SIGCONT)
             return
         now = time.monotonic()
         if self._told is None:
@@ -345,9 +351,9 @@ class Supervisor:
         return f"{count} rank{'' if count == 1 else 's'}"
 
     def _signal_running(self, number: signal.Signals) -> None:
-        """Signal the ranks that have not ended; a kill takes along whatever they started."""
+        """Signal the ranks that have not ended; kill, stop and go on take along whatever they started."""
         for rank in self._ranks:
-            if rank.end is None and number == signal.SIGKILL:
+            if rank.end is None and number in {signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT}:
                 _kill_group(rank.process.pid, number)
             elif rank.end is None:
                 os.kill(rank.process.pid, number)
