@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -125,10 +126,11 @@ def measure_step(
     recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
 ) -> StepCost:
     """Return what the last step of a run moved."""
+    started_ns = time.time_ns()
     booster, work = boost_workload(recipe, pieces, settings, registry)
     num_elements = sum(parameter.numel() for parameter in work.model.parameters() if parameter.requires_grad)
     _train(booster, work)
-    groups = list_groups(0)
+    groups = list_groups(started_ns)
     counts = [group.num_collectives for group in groups]
     ledger = engine_of(booster).context.collectives.ledger
     return StepCost(

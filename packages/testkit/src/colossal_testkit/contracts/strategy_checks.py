@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -167,6 +168,7 @@ def measure_moved(
     recipe: Recipe, piece: object, settings: Mapping[str, object], registry: MakeRegistry | None
 ) -> Moved:
     """Take two steps and return what the second one moved."""
+    started_ns = time.time_ns()
     plan = _plan_of(recipe, piece, settings, registry)
     booster, work = boost_workload(recipe, [piece], settings, registry)
     context = engine_of(booster).context
@@ -177,7 +179,7 @@ def measure_moved(
         booster.forward_backward(work.model, share, work.criterion)
         work.optimizer.step()
         work.optimizer.zero_grad()
-    counts = [group.num_collectives for group in list_groups(0)]
+    counts = [group.num_collectives for group in list_groups(started_ns)]
     traffic = measure_traffic(booster.last_traffic)
     return Moved(
         words={name: phase.words for name, phase in traffic.phases.items()},
