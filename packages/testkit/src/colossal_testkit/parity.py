@@ -85,6 +85,7 @@ class Recipe:
         clips_by_hand: Whether the loop calls ``clip_grad_norm_`` itself, in the largest-element norm, instead
             of leaving it to the step.
         sets_to_none: How gradients are cleared after a step: dropped, or filled with zeros.
+        clears: Whether gradients are cleared at all; otherwise each step adds to what the one before left.
         adapt: Module-level function that gives the reference, which has no Booster, what the pieces add to
             the mathematics (a cap on logits, say). None where pieces change the computation and not its
             result.
@@ -96,6 +97,7 @@ class Recipe:
     max_grad_norm: float | None = None
     clips_by_hand: bool = False
     sets_to_none: bool = True
+    clears: bool = True
     adapt: Callable[[Workload], Workload] | None = None
 
     def build(self) -> Workload:
@@ -166,7 +168,8 @@ def train_serial(recipe: Recipe) -> Trace:
         if recipe.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.max_grad_norm, recipe.norm_type)
         work.optimizer.step()
-        work.optimizer.zero_grad(set_to_none=recipe.sets_to_none)
+        if recipe.clears:
+            work.optimizer.zero_grad(set_to_none=recipe.sets_to_none)
     slabs = {name: [_whole(parameter)] for name, parameter in work.model.named_parameters()}
     return Trace(losses=losses, norms=norms, slabs=slabs)
 
@@ -237,7 +240,8 @@ def take_steps(recipe: Recipe, booster: Booster, work: Workload) -> tuple[list[t
             by_hand = optimizer.clip_grad_norm_(recipe.max_grad_norm, norm_type=recipe.norm_type)
         optimizer.step()
         norms.append(float(optimizer.grad_norm if by_hand is None else by_hand))
-        optimizer.zero_grad(set_to_none=recipe.sets_to_none)
+        if recipe.clears:
+            optimizer.zero_grad(set_to_none=recipe.sets_to_none)
     return losses, norms
 
 

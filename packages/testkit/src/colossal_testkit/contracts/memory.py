@@ -106,6 +106,13 @@ class MemoryManagerContract(Contract, is_contract=True):
         """``zero_grad(set_to_none=False)`` clears as well; what never had a gradient still is not updated."""
         self._check(Recipe(builder=build_workload, arguments={"name": "mlp"}, sets_to_none=False), nproc)
 
+    @pytest.mark.parametrize("nproc", [1, 2])
+    def test_gradients_that_are_not_cleared_keep_adding(self, nproc: int) -> None:
+        """Without ``zero_grad`` a step adds to the clipped gradients of the one before, as in torch."""
+        arguments = {"name": "branches", "optimizer": "sgd"}
+        recipe = Recipe(builder=build_workload, arguments=arguments, clears=False, max_grad_norm=0.5)
+        self._check(recipe, nproc)
+
     @pytest.mark.parametrize("nproc", [1, 2, 3])
     def test_norm_is_exact_without_clipping(self, nproc: int) -> None:
         """The norm is there without a bound, and counts a tied weight once; SGD sees every wrong scale."""
