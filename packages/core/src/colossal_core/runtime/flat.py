@@ -94,6 +94,7 @@ class FlatBuffer:
         self.device = self.slots[0].parameter.device
         self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
+        self._versions: list[int] = []
 
     def take_values(self, *, master_dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Move the parameters into the buffer; afterwards each Parameter object is a view of it.
@@ -116,7 +117,29 @@ class FlatBuffer:
                 master[slot.start : slot.stop].copy_(flat)
             self.values[slot.start : slot.stop].copy_(flat)
             slot.parameter.data = self.value_view(slot)
+        self.note_versions()
         return master
+
+    def note_versions(self) -> None:
+        """Remember how often each parameter was written, for :meth:`take_edits`."""
+        self._versions = [slot.parameter._version for slot in self.slots]
+
+    def take_edits(self, master: torch.Tensor) -> None:
+        """Copy into the masters what the user wrote into parameters since :meth:`note_versions`.
+
+        That is what ``load_state_dict``, initialisers and code under ``torch.no_grad`` write. torch does not
+        count writes through ``.data``; those are lost with the next update.
+
+        Args:
+            master: Flat masters of ``numel`` elements.
+        """
+        for slot, version in zip(self.slots, self._versions, strict=True):
+            if slot.parameter._version != version:
+                wide, values = master[slot.start : slot.stop], self.values[slot.start : slot.stop]
+                # Elsewhere the master keeps the bits that the narrow value does not have.
+                is_edited = wide.to(values.dtype) != values
+                wide.copy_(torch.where(is_edited, values.to(wide.dtype), wide))
+        self.note_versions()
 
     def give_back(self, slot: Slot) -> None:
         """Give one parameter memory of its own again."""

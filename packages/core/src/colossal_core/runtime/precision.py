@@ -8,7 +8,6 @@ not autocast.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, final
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import UsageError
 from colossal_core.interfaces import AbstractBorder
+from colossal_core.runtime.trees import map_leaves
 
 __all__ = ["CastBorder", "Precision", "cast_floating", "inner_borders", "map_tensors"]
 
@@ -58,33 +58,41 @@ class Precision:
         return torch.float32 if kept and self.is_narrow else self.compute
 
     def wide_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of a model that stay in fp32, outermost only.
+        """Return the modules of a model that stay in fp32, outermost only: what lies inside is fp32, too."""
+        if not self.is_narrow:
+            return []
+        found: list[nn.Module] = []
+        inside: set[nn.Module] = set()
+        for name, module in model.named_modules():
+            matches = name and any(fnmatchcase(name, pattern) for pattern in self.keep_float32)
+            if matches and module not in inside:
+                found.append(module)
+                inside.update(module.modules())
+        return found
+
+    def check_patterns(self, models: Iterable[nn.Module]) -> None:
+        """Refuse patterns of modules to keep wide that mean none.
 
         Raises:
-            UsageError: A pattern matches no module.
+            UsageError: A pattern matches no module of any model.
         """
-        if not self.is_narrow or not self.keep_float32:
-            return []
-        names = [name for name, _ in model.named_modules() if name]
-        for pattern in self.keep_float32:
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        for pattern in self.keep_float32 if self.is_narrow else ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
                     f"keep_float32 pattern {pattern!r} matches none of the {len(names)} modules",
                     hint=f"module names look like {', '.join(map(repr, names[:4]))}",
                 )
-        return [
-            module
-            for name, module in model.named_modules()
-            if name and any(fnmatchcase(name, pattern) for pattern in self.keep_float32)
-        ]
 
     def dtypes(self, models: Iterable[nn.Module]) -> Callable[[torch.Tensor], torch.dtype]:
         """Return a function that says which dtype a parameter shall have.
 
         Raises:
             UsageError: A parameter would lose bits that the plan does not mention, or is tied across the
-                border of ``keep_float32``.
+                border of ``keep_float32``, or a pattern matches no module.
         """
+        models = list(models)
+        self.check_patterns(models)
         wide: set[torch.Tensor] = set()
         for model in models:
             inside = self.wide_modules(model)
@@ -120,17 +128,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         tree: Tuples, lists, mappings, dataclasses and registered pytrees of tensors and other leaves.
     """
 
-    def visit(leaf: Any) -> Any:
+    def visit(_: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = [item.name for item in dataclasses.fields(leaf) if item.init]
-            return dataclasses.replace(
-                leaf, **{name: map_tensors(function, getattr(leaf, name)) for name in fields}
-            )
-        return leaf
+        if pytree.tree_is_leaf(leaf):
+            return leaf
+        return pytree.tree_map(lambda inner: map_tensors(function, inner), leaf)
 
-    return pytree.tree_map(visit, tree)
+    return map_leaves(visit, tree)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype, *, only: Iterable[torch.dtype] | None = None) -> Any:

@@ -247,8 +247,11 @@ class ReplicatedManager(AbstractMemoryManager):
         owned = self._owned[optimizer]
         live = {touch.slot for touch in owned.touches if touch.is_live}
         scale /= owned.window.loss_scale
+        self._take_edits(owned)
         if owned.driver is not None:
             owned.driver.step(self._factor(owned, scale), live.__contains__)
+        for held in owned.ranges:
+            held.buffer.note_versions()
         self._close_window(owned, scale, updated=True)
 
     def skip(self, optimizer: int) -> None:
@@ -275,6 +278,7 @@ class ReplicatedManager(AbstractMemoryManager):
         """Publish values, masters, gradients and states."""
         taken = set()
         for owned in self._owned:
+            self._take_edits(owned)
             for held in owned.ranges:
                 for slot in held.buffer.slots:
                     taken.add(slot.parameter)
@@ -354,6 +358,13 @@ class ReplicatedManager(AbstractMemoryManager):
     def _factor(owned: _Owned, scale: float) -> Callable[[FlatBuffer], float]:
         """Return the function that tells by what a buffer's gradients are multiplied before the update."""
         return (lambda _: scale) if owned.is_averaged else _factor(scale)
+
+    @staticmethod
+    def _take_edits(owned: _Owned) -> None:
+        """Bring masters in line with what the user wrote into the model."""
+        for held in owned.ranges:
+            if held.keeps_master:
+                held.buffer.take_edits(held.master)
 
     @staticmethod
     def _gradient_places(owned: _Owned) -> list[Place]:

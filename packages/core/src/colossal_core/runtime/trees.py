@@ -56,7 +56,7 @@ def map_leaves(
     elif isinstance(tree, list | tuple):
         items = list(enumerate(tree))
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        items = [(field.name, vars(tree)[field.name]) for field in dataclasses.fields(tree) if field.init]
+        items = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     else:
         return visit(path, tree)
     mapped = [
@@ -138,7 +138,8 @@ def _rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container like another one, with other items."""
     if isinstance(tree, MutableMapping):
         clone = copy.copy(tree)  # keeps attributes that a subclass may carry
-        clone.update(items)
+        for key, value in items.items():  # outputs of some libraries refuse update()
+            clone[key] = value
         return clone
     if isinstance(tree, Mapping):
         return copy.copy(tree) if not items else type(tree)(items)  # type: ignore[call-arg]
@@ -149,4 +150,7 @@ def _rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     if isinstance(tree, tuple):
         kind: Any = type(tree)
         return kind(*items.values()) if pytree.is_namedtuple_instance(tree) else kind(items.values())
-    return dataclasses.replace(tree, **items)
+    clone = copy.copy(tree)  # replace() would leave out what __init__ does not take
+    for name, value in items.items():
+        object.__setattr__(clone, name, value)  # also where the class is frozen
+    return clone
