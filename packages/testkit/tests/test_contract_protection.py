@@ -180,6 +180,7 @@ class TestWaiving(Declared):
 """
 
 
+@pytest.mark.timeout(90)
 def test_a_broken_manager_fails_when_pytest_runs_its_contract(tmp_path: Path) -> None:
     """In a run of its own: broken parts fail, a dropped test fails the guard, a waiver shows as a skip."""
     (tmp_path / "test_broken.py").write_text(RUN)

@@ -110,7 +110,7 @@ def test_the_first_failing_rank_is_told_and_the_others_end() -> None:
         run_ranks(fail_on, 3, 1)
 
     text = str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     assert caught.value.rank == 1
     assert isinstance(caught.value.error, ValueError)
     assert "rank 1 of 3 raised ValueError" in text
@@ -256,6 +256,7 @@ def test_sleepers(pytestconfig):
 """
 
 
+@pytest.mark.timeout(90)
 def test_a_killed_test_run_leaves_no_process(tmp_path: Path) -> None:
     """An impolite end of pytest takes the workers and the forkserver along."""
     run = _start_sleepers(tmp_path)
@@ -321,7 +322,7 @@ def _start_sleepers(folder: Path) -> subprocess.Popen[bytes]:
 def _await_processes(folder: Path) -> set[int]:
     """Return workers and forkserver of the run, once both ranks are asleep."""
     files = [folder / "rank0", folder / "rank1"]
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + 60
     while not all(file.exists() and file.read_text().count(" ") for file in files):
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.02)
