@@ -102,7 +102,7 @@ class Folder:
             text=True,
             check=False,
         )
-        assert ended.returncode == exit_code, f"{command[-1]}\n{ended.stdout}"
+        assert ended.returncode == exit_code, f"{command[-1]}\n{ended.stdout[-4000:]}"
         return ended.stdout
 
 
