@@ -55,6 +55,8 @@ class Program:
             **kept,
             _MARK: self.mark,
             "XDG_CONFIG_HOME": str(directory / "user"),
+            # torch says so where numpy, which it does not need, is missing.
+            "PYTHONWARNINGS": "ignore:Failed to initialize NumPy",
         }
 
     def write(self, name: str, text: str) -> Path:

