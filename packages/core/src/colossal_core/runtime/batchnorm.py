@@ -29,7 +29,7 @@ any size; Ioffe and Szegedy, *Batch Normalization*, 2015, section 3 for the grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -54,15 +54,6 @@ if TYPE_CHECKING:
     from colossal_core.runtime.mesh import Group
 
 __all__ = ["CHANNEL", "RowWeights", "Synchronised", "install_batchnorms", "needs_batchnorms"]
-
-_LAZY = (
-    nn.LazyBatchNorm1d,
-    nn.LazyBatchNorm2d,
-    nn.LazyBatchNorm3d,
-    nn.LazyInstanceNorm1d,
-    nn.LazyInstanceNorm2d,
-    nn.LazyInstanceNorm3d,
-)
 
 CHANNEL = "batchnorm"
 """Channel, and phase in the ledger, of batch statistics; see Note [Channel of batch statistics]."""
@@ -103,8 +94,8 @@ def needs_batchnorms(models: Mapping[str, nn.Module], plan: Plan, layout: MeshLa
     precision: weights are 16-bit then and running statistics are not, which torch's kernels do not mix.
 
     Raises:
-        CapabilityError: A module cannot be synchronised: ``SyncBatchNorm``, a lazy one without a shape, an
-            InstanceNorm with running statistics, or a model that is a BatchNorm itself.
+        CapabilityError: A module cannot be synchronised: ``SyncBatchNorm``, an InstanceNorm with running
+            statistics, or a model that is a BatchNorm itself.
     """
     synchronises = plan.synchronise_batchnorm and layout.data_degree > 1
     found = False
@@ -123,11 +114,6 @@ def _check(name: str, module: nn.Module) -> None:
         raise CapabilityError(
             f"module {name!r} is torch's SyncBatchNorm, which refuses CPU and knows no mesh axes",
             hint=f"leave out convert_sync_batchnorm: every BatchNorm is synchronised by boost; {off}",
-        )
-    if isinstance(module, _LAZY):
-        raise CapabilityError(
-            f"module {name!r} is a {type(module).__name__} that has no shape yet",
-            hint="run one forward before boost",
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise CapabilityError(
@@ -154,12 +140,13 @@ def install_batchnorms(models: Mapping[str, nn.Module], context: Context) -> Non
     axes = tuple(axis.name for axis in layout.axes if axis.divides_batch) if synchronises else ()
     group = context.mesh.group(GroupSpec(axes), CHANNEL)
     wire = _Wire(group=group, collectives=context.collectives, arrivals=context.arrivals)
+    run = torch.compiler.disable(_run)
     known: set[nn.Module] = set()
     for model in models.values():
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm) and module not in known and (name or group.size > 1):
                 known.add(module)
-                payload = _Payload(name=name, wire=wire, row_weights=context.row_weights)
+                payload = _Payload(name=name, wire=wire, row_weights=context.row_weights, run=run)
                 replacement = replace_module(models.values(), name, module, Synchronised, payload)
                 known.add(replacement.new)
                 context.undo.append(replacement.undo)
@@ -214,11 +201,13 @@ class _Payload:
         name: Its name in the model, for errors.
         wire: How statistics travel.
         row_weights: How much rows count.
+        run: What runs its forward, outside of what ``torch.compile`` traces.
     """
 
     name: str
     wire: _Wire
     row_weights: RowWeights
+    run: Callable[..., Any]
 
 
 class Synchronised(Stand):
@@ -231,17 +220,25 @@ class Synchronised(Stand):
             CapabilityError: It is in training and does not call ``torch.nn.functional.batch_norm``, so
                 whatever statistics it used were those of this rank.
         """
-        payload: _Payload = replacement_of(self).payload
-        mode = _Interception(payload)
-        with mode:
-            outputs = super().forward(*args, **kwargs)
-        if self.training and not mode.was_used and payload.wire.group.size > 1:
-            raise CapabilityError(
-                f"module {payload.name!r} of class {type(replacement_of(self).old).__name__} computes its "
-                "statistics without torch.nn.functional.batch_norm, so they cannot be synchronised",
-                hint="call super().forward in it, or pass synchronise_batchnorm=False",
-            )
-        return outputs
+        replacement = replacement_of(self)
+        payload: _Payload = replacement.payload
+        return payload.run(payload, replacement.old, super().forward, args, kwargs)
+
+
+def _run(
+    payload: _Payload, old: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Run the forward of one module; see :meth:`Synchronised.forward`."""
+    mode = _Interception(payload)
+    with mode:
+        outputs = forward(*args, **kwargs)
+    if old.training and not mode.was_used and payload.wire.group.size > 1:
+        raise CapabilityError(
+            f"module {payload.name!r} of class {type(old).__name__} computes its statistics without "
+            "torch.nn.functional.batch_norm, so they cannot be synchronised",
+            hint="call super().forward in it, or pass synchronise_batchnorm=False",
+        )
+    return outputs
 
 
 class _Interception(TorchFunctionMode):

@@ -57,18 +57,21 @@ class PlainExecutor(AbstractExecutor):
             RankMismatchError: It is so on another rank.
         """
         call, share, weights = self._weigh(batch, criterion, weight)
-        outputs = model(*call.args, **call.kwargs)
-        loss = self._loss(outputs, call, criterion, needs_gradient=True)
-        if share == 0 or self._stands_in:  # take part with zero gradients, whatever 0 / 0 the loss is
-            loss = _zero_through(outputs, loss)
-        part = self._part(share, weights)
-        mean = loss.detach().double() * part
-        pending = self._context.collectives.all_reduce(mean, self._group, phase="loss")
-        ratio = self._context.weights.ratio(weights[0])
-        factor = part * self._degree if ratio is None else part * self._degree * ratio
-        scale = self._context.arrivals.scale
-        with self._context.arrivals.weighed():
-            (loss * (factor * scale).to(loss.dtype)).backward()
+        # Rows that the user gives no weight at all are in the global batch no more than a stand-in is.
+        rows = self._context.row_weights
+        with rows.set(0.0 if weight is not None and share == 0 else rows.value):
+            outputs = model(*call.args, **call.kwargs)
+            loss = self._loss(outputs, call, criterion, needs_gradient=True)
+            if share == 0 or self._stands_in:  # take part with zero gradients, whatever 0 / 0 the loss is
+                loss = _zero_through(outputs, loss)
+            part = self._part(share, weights)
+            mean = loss.detach().double() * part
+            pending = self._context.collectives.all_reduce(mean, self._group, phase="loss")
+            ratio = self._context.weights.ratio(weights[0])
+            factor = part * self._degree if ratio is None else part * self._degree * ratio
+            scale = self._context.arrivals.scale
+            with self._context.arrivals.weighed():
+                (loss * (factor * scale).to(loss.dtype)).backward()
         pending.wait()
         self._check(mean, weights)
         return mean.to(torch.float32)

@@ -96,6 +96,9 @@ def check_model(name: str, model: nn.Module) -> None:
             raise UsageError(
                 f"module {path!r} of {name} is under FSDP", hint="boost the model before fully_shard"
             )
+    for path, buffer in model.named_buffers():
+        if isinstance(buffer, nn.parameter.UninitializedBuffer):
+            raise CapabilityError(f"buffer {path!r} has no shape yet", hint="run one forward before boost")
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CapabilityError(f"parameter {path!r} has no shape yet", hint="run one forward before boost")

@@ -22,37 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colossal_core.runtime.draws import mix_seed, seed_process
+
 if TYPE_CHECKING:
     from colossal_core.mesh import MeshLayout
     from colossal_core.runtime.agreement import Agreement
 
-__all__ = ["data_seed", "reseed", "settle_randomness"]
-
-
-def data_seed(seed: int, data_coordinate: int) -> int:
-    """Return the seed of one data coordinate: 63 bits of SHA-256, so that neighbours have nothing in common.
-
-    Args:
-        seed: Seed of the run.
-        data_coordinate: Which share of the global batch a rank brings.
-    """
-    digest = hashlib.sha256(f"colossal {seed} {data_coordinate}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+__all__ = ["reseed", "settle_randomness"]
 
 
 def reseed(seed: int, data_coordinate: int) -> None:
-    """Seed ``random``, numpy where it was imported, torch and its accelerators for one data coordinate.
+    """Seed torch with its accelerators, ``random``, and numpy where it was imported, for one data coordinate.
 
     Args:
         seed: Seed of the run, the same on all ranks.
         data_coordinate: Which share of the global batch this rank brings.
     """
-    derived = data_seed(seed, data_coordinate)
-    random.seed(derived)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(derived % 2**32)  # numpy's limit
+    derived = mix_seed("data coordinate", seed, data_coordinate)
     torch.manual_seed(derived)
+    seed_process(derived)
 
 
 def settle_randomness(layout: MeshLayout, rank: int, agreement: Agreement) -> None:

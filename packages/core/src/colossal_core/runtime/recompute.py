@@ -20,6 +20,7 @@ random generators that a block owns, and containers in arguments that a block ch
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,7 +202,7 @@ class _Recomputation:
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward; without gradients there is nothing to recompute for."""
-        forward = self.own_forward or MethodType(type(block).forward, block)
+        forward = self.own_forward or functools.partial(type(block).forward, block)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes by itself, and traces no bookkeeping

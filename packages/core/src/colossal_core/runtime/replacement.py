@@ -114,8 +114,8 @@ def replace_module(
             f"the model is a {type(old).__name__} itself, which has to be replaced and has no parent",
             hint="wrap it: torch.nn.Sequential(module)",
         )
-    plain: type[Any] = type(old)
-    added: type[Any] = stand
+    plain: Any = type(old)
+    added: Any = stand
     kind = _kind(plain, added)
     new = kind.__new__(kind)
     object.__setattr__(new, "__dict__", vars(old))
