@@ -156,7 +156,8 @@ class Booster:
     def release(self, model: nn.Module) -> nn.Module:
         """Give the models back as plain ones, in the dtype that they compute in, and return ``model``.
 
-        All models and optimizers of the ``boost`` call are released; parameters own their memory again.
+        All models and optimizers of the ``boost`` call are released; parameters own their memory again, and
+        the user's own optimizers go on where the boosted ones stopped. Collective over all ranks.
         """
         engine = self._built("release")
         self._check_model(model)

@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from colossal_core.errors import CapabilityError, UsageError
+from colossal_core.runtime.optimizer import BoostedOptimizer
+from colossal_core.runtime.touch import is_watched
 
 __all__ = ["Objects", "check_model", "sort_objects"]
 
@@ -58,6 +60,11 @@ def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
             continue
         if any(thing is other for other in found.order[:-1]):
             raise UsageError(f"the same {type(thing).__name__} is given twice", hint="pass each object once")
+        if isinstance(thing, BoostedOptimizer):
+            raise UsageError(
+                "this optimizer is boosted already",
+                hint="pass the optimizer that you made, after release() of the Booster that holds it",
+            )
         if isinstance(thing, torch.optim.Optimizer):
             found.optimizers.append(thing)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
@@ -100,23 +107,38 @@ def check_model(name: str, model: nn.Module) -> None:
         if isinstance(buffer, nn.parameter.UninitializedBuffer):
             raise CapabilityError(f"buffer {path!r} has no shape yet", hint="run one forward before boost")
     for path, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise CapabilityError(f"parameter {path!r} has no shape yet", hint="run one forward before boost")
-        if type(parameter) is not nn.Parameter:
-            raise UsageError(
-                f"parameter {path!r} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter",
-                hint="boost takes models before DTensor, quantisation or other wrappers",
-            )
-        if parameter.is_meta:
-            raise CapabilityError(
-                f"parameter {path!r} is on the meta device and has no values",
-                hint="materialise it first: model.to_empty(device='cpu') and initialise it",
-            )
-        if _has_live_graph(parameter):
-            raise UsageError(
-                f"a graph over parameter {path!r} is alive: some output or loss of it is still referenced",
-                hint="call boost before the first forward, or delete what the model returned",
-            )
+        _check_parameter(name, path, parameter)
+
+
+def _check_parameter(name: str, path: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that belongs to somebody else or cannot be moved; see :func:`check_model`."""
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise CapabilityError(f"parameter {path!r} has no shape yet", hint="run one forward before boost")
+    if type(parameter) is not nn.Parameter:
+        raise UsageError(
+            f"parameter {path!r} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter",
+            hint="boost takes models before DTensor, quantisation or other wrappers",
+        )
+    if parameter.is_meta:
+        raise CapabilityError(
+            f"parameter {path!r} is on the meta device and has no values",
+            hint="materialise it first: model.to_empty(device='cpu') and initialise it",
+        )
+    if parameter.is_complex() and parameter.requires_grad:
+        raise CapabilityError(
+            f"parameter {path!r} is complex, and gradients of complex numbers are not reduced yet",
+            hint="keep its real view as the parameter and use torch.view_as_complex in forward",
+        )
+    if is_watched(parameter):
+        raise UsageError(
+            f"{name} is boosted already",
+            hint="pass everything to one boost() call, or release() it from the Booster that holds it",
+        )
+    if _has_live_graph(parameter):
+        raise UsageError(
+            f"a graph over parameter {path!r} is alive: some output or loss of it is still referenced",
+            hint="call boost before the first forward, or delete what the model returned",
+        )
 
 
 def _has_live_graph(parameter: nn.Parameter) -> bool:

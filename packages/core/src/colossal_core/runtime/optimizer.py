@@ -70,6 +70,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._engine = engine
         self._index = index
+        self._is_released = False
         self._clip: float | None = None
         self._window = AccumulationWindow(engine.context.plan.accumulate)
         self._users_step = user.__dict__.get("step")  # a scheduler or profiler may have patched it
@@ -95,6 +96,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             NonFiniteError: A gradient on any rank is not finite and the plan does not say to skip; on every
                 rank, naming the parameter, before anything is updated.
         """
+        self._check_alive()
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -176,6 +178,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: ``max_grad_norm`` is set, so the step clips by itself.
         """
+        self._check_alive()
         if self.max_grad_norm is not None:
             raise UsageError(
                 f"max_grad_norm is {self.max_grad_norm}, so step() clips by itself",
@@ -211,6 +214,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """State by parameter in full shapes, as torch shows it; collected anew at each access."""
+        self._check_alive()
         return self._engine.manager.state(self._index)
 
     @state.setter
@@ -223,6 +227,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: The parameter groups do not fit.
         """
+        self._check_alive()
         saved = state_dict["param_groups"]
         mine = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved]
@@ -249,6 +254,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if "_engine" not in self.__dict__:  # torch's constructor comes through here once per existing group
             super().add_param_group(param_group)
             return
+        self._check_alive()
         self.user.add_param_group(param_group)
         try:
             self._engine.check_optimizer(self.user)
@@ -257,10 +263,19 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise
 
     def release(self) -> None:
-        """Let the user's own optimizer step again."""
+        """Let the user's own optimizer step again, and this one never."""
+        self._is_released = True
         self.user.__dict__.pop("step", None)
         if self._users_step is not None:
             self.user.__dict__["step"] = self._users_step
+
+    def _check_alive(self) -> None:
+        """Refuse whatever needs the memory manager after release."""
+        if self._is_released:
+            raise UsageError(
+                "this optimizer was released with its model",
+                hint="use the optimizer that was given to boost(), which goes on with its state",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to be pickled or copied: it is bound to this process."""

@@ -308,16 +308,22 @@ class ReplicatedManager(AbstractMemoryManager):
             driver.cut(state)
 
     def detach(self) -> None:
-        """Give the models back, in the dtype that they compute in."""
+        """Give the models back, in the dtype that they compute in, and the user's optimizers their state."""
         for index, owned in enumerate(self._owned):
-            owned.user.state.update(self.state(index))
+            gradients: dict[Touch, torch.Tensor] = {}
+            for touch in owned.touches:
+                touch.take_over(touch.changed_by_user())
+                if touch.shown == "view":
+                    gradients[touch] = touch.view.detach().clone()
+            owned.window.drain()
             owned.window.close()
+            for parameter, state in self.state(index).items():
+                owned.user.state[parameter] = _narrow(state, parameter)
             for buffer, touches in owned.window.touches:
                 for touch in touches:
-                    gradient = touch.view.detach().clone() if touch.shown == "view" else None
                     touch.show_nothing()
                     buffer.give_back(touch.slot)
-                    touch.slot.parameter.grad = gradient
+                    touch.slot.parameter.grad = gradients.get(touch)
         self._owned.clear()
 
     def estimate(
@@ -379,6 +385,16 @@ class ReplicatedManager(AbstractMemoryManager):
 def _factor(scale: float) -> Callable[[FlatBuffer], float]:
     """Return the function that tells by what a buffer's summed gradients are multiplied."""
     return lambda buffer: scale / buffer.kind.divisor
+
+
+def _narrow(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a state as torch's own optimizers keep it: moments in the dtype of their parameter."""
+    return {
+        name: value.to(parameter.dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "step"
+        else value
+        for name, value in state.items()
+    }
 
 
 def _grouping(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:

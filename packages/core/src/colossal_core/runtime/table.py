@@ -362,12 +362,14 @@ def check_groups(entry: Entry, layout: MeshLayout, rank: int) -> None:
 
 
 def refuse_shared_memory(names: Mapping[torch.Tensor, list[Key]]) -> None:
-    """Refuse different parameters that share memory: flat buffers would silently untie them.
+    """Refuse parameters that share memory with another tensor: flat buffers would silently untie them.
+
+    Buffers stay where they are, so they may be views of each other.
 
     Raises:
         UsageError: Naming both.
     """
-    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    by_storage: dict[int, list[tuple[int, int, bool, str]]] = {}
     for tensor, keys in names.items():
         if tensor.numel() == 0 or tensor.is_meta:
             continue
@@ -375,13 +377,14 @@ def refuse_shared_memory(names: Mapping[torch.Tensor, list[Key]]) -> None:
         spans = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
         first = int(tensor.storage_offset()) * tensor.element_size()
         last = first + (reach + 1) * tensor.element_size()
-        for start, stop, other in spans:
-            if first < stop and start < last:
+        moves = isinstance(tensor, nn.Parameter)
+        for start, stop, other_moves, other in spans:
+            if first < stop and start < last and (moves or other_moves):
                 raise UsageError(
                     f"parameters {other!r} and {keys[0][1]!r} share memory but are different objects",
                     hint="tie them by assigning the Parameter (a.weight = b.weight), or clone one of them",
                 )
-        spans.append((first, last, keys[0][1]))
+        spans.append((first, last, moves, keys[0][1]))
 
 
 def _unit_of(name: str, blocks: Iterable[str]) -> str:

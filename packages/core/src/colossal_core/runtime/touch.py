@@ -7,10 +7,11 @@ zeroed or assigned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from attrs import define
+from attrs import define, frozen
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.guards import GradientGuard
@@ -18,7 +19,7 @@ from colossal_core.runtime.guards import GradientGuard
 if TYPE_CHECKING:
     from colossal_core.runtime.flat import Slot
 
-__all__ = ["Touch"]
+__all__ = ["Touch", "Watch", "is_watched"]
 
 Shown = Literal["nothing", "guard", "view"]
 Change = Literal["cleared", "zeroed", "assigned"]
@@ -218,3 +219,24 @@ class Touch:
         """Let ``p.grad`` be None."""
         self.slot.parameter.grad = None
         self.shown = "nothing"
+
+
+@frozen
+class Watch:
+    """A hook on a parameter; a class, so that ``boost`` recognises what is boosted already.
+
+    Attributes:
+        then: Called after autograd has accumulated.
+    """
+
+    then: Callable[[], None]
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """Run, as torch calls hooks."""
+        self.then()
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    """Whether the gradients of a parameter belong to some gradient window."""
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no getter
+    return any(isinstance(hook, Watch) for hook in (hooks or {}).values())

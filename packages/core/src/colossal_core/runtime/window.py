@@ -37,7 +37,7 @@ from attrs import define, field
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.backward_end import at_end_of_backward
-from colossal_core.runtime.touch import Touch
+from colossal_core.runtime.touch import Touch, Watch
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -212,6 +212,16 @@ class GradientWindow:
                 if not touch.is_live:
                     touch.view.zero_()
 
+    def drain(self) -> None:
+        """Send and await what has not left, so that no message of another rank stays unanswered.
+
+        Collective; what gradients hold afterwards is of no use.
+        """
+        for lane in self._lanes:
+            while lane.next < len(lane.buffers):
+                self._launch_next(lane)
+            self._wait(lane)
+
     def discard(self) -> None:
         """Clear all gradients and close the window, after an error that every rank raises."""
         for lane in self._lanes:
@@ -262,9 +272,7 @@ class GradientWindow:
         def before(_: object) -> None:
             self._before_accumulation(lane, index, touch)
 
-        def after(_: torch.Tensor) -> None:
-            self._after_accumulation(lane, index, touch)
-
+        after = Watch(lambda: self._after_accumulation(lane, index, touch))
         self._nodes.append(node)
         self._handles.append(node.register_prehook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))
