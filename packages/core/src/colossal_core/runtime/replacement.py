@@ -10,6 +10,7 @@ Copies and pickles of the new object are plain again: objects of the user's clas
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from colossal_core.errors import CapabilityError, UsageError
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Replacement", "Stand", "replace_module", "replacement_of"]
+__all__ = ["Replacement", "Stand", "check_replaceable", "replace_module", "replacement_of"]
 
 Place = tuple[nn.Module, str]
 """A parent and the name under which it registers a child."""
@@ -48,6 +49,18 @@ class Stand(nn.Module):
             state[name].pop(replacement.refusal.id, None)
         return object.__new__, (type(replacement.old),), state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy as an object of the user's class, which references to the old module then mean as well."""
+        old = replacement_of(self).old
+        if id(old) in memo:
+            found: nn.Module = memo[id(old)]
+            return found
+        make, args, state = self.__reduce_ex__(4)
+        twin: nn.Module = make(*args)
+        memo[id(self)] = memo[id(old)] = twin
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return twin
+
 
 @final
 @frozen(kw_only=True, eq=False)
@@ -68,6 +81,10 @@ class Replacement:
     payload: Any
     refusal: RemovableHandle
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Vanish from copies and pickles of the old module."""
+        return type(None), ()
+
     def undo(self) -> None:
         """Put the old module back wherever the new one still stands."""
         self.refusal.remove()
@@ -81,6 +98,31 @@ def replacement_of(module: nn.Module) -> Replacement:
     """Return the replacement that a module is the new object of."""
     found: Replacement = vars(module)[_KEY]
     return found
+
+
+def check_replaceable(roots: Iterable[nn.Module], name: str, old: nn.Module) -> None:
+    """Refuse what :func:`replace_module` cannot replace; pure.
+
+    Args:
+        roots: Every model in which the module may be registered.
+        name: How to call it in errors.
+        old: The user's module.
+
+    Raises:
+        CapabilityError: It is a whole model, so there is no parent in which another object could stand.
+        UsageError: It has a forward of its own on the object, which would hide that of the new class.
+    """
+    if any(old is root for root in roots):
+        raise CapabilityError(
+            f"the model is a {type(old).__name__} itself, which has to be replaced and has no parent",
+            hint="wrap it: torch.nn.Sequential(module)",
+        )
+    if "forward" in vars(old):
+        raise UsageError(
+            f"module {name!r} has a forward that was set on the object and not on its class, so a "
+            "replacement would have no effect",
+            hint="remove it before boost, or write it as a subclass",
+        )
 
 
 def replace_module(
@@ -99,21 +141,11 @@ def replace_module(
         What undoes it.
 
     Raises:
-        CapabilityError: It is a whole model, so there is no parent in which another object could stand.
-        UsageError: It has a forward of its own on the object, which would hide that of the new class.
+        CapabilityError: See :func:`check_replaceable`.
+        UsageError: See :func:`check_replaceable`.
     """
-    if "forward" in vars(old):
-        raise UsageError(
-            f"module {name!r} has a forward that was set on the object and not on its class, so a "
-            "replacement would have no effect",
-            hint="remove it before boost, or write it as a subclass",
-        )
     roots = tuple(roots)
-    if any(old is root for root in roots):
-        raise CapabilityError(
-            f"the model is a {type(old).__name__} itself, which has to be replaced and has no parent",
-            hint="wrap it: torch.nn.Sequential(module)",
-        )
+    check_replaceable(roots, name, old)
     plain: Any = type(old)
     added: Any = stand
     kind = _kind(plain, added)
