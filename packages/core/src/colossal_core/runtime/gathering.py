@@ -123,7 +123,8 @@ def gather(tree: Any, context: Context, book: ShareBook, agreement: Agreement) -
         _is_same(FAILED, context)
         raise
     lines = [f"{leaf.path or 'value'}: {leaf.kind}" for leaf in leaves]
-    lines.append(f"batches given by boosted loaders: {[len(record.rows) for record in records]}")
+    loops = [f"{len(record.rows)} ({'running' if record.is_running else 'over'})" for record in records]
+    lines.append(f"batches given by boosted loaders: {', '.join(loops) or 'none'}")
     if not _is_same(mix_seed(*lines), context):
         agreement.raise_noted_failure()
         agreement.compare("the values to gather", lines, explain_disagreement)
@@ -139,11 +140,17 @@ def gather(tree: Any, context: Context, book: ShareBook, agreement: Agreement) -
     )
     holdings = _exchange_holdings(holding, group, context)
 
+    # The batch of a loop that runs; all that was given in a loop which is over; and only then the rest.
+    readings = sorted(
+        ((index, takes_all) for index in range(len(records)) for takes_all in (False, True)),
+        key=lambda reading: reading[1] == records[reading[0]].is_running,
+    )
+
     def history(index: int) -> list[list[int]]:
         """Return the rows of every data rank in every batch of a loop; collective."""
         return _all_gather(records[index].rows, group, context)
 
-    orders = [_order(number, leaf, holdings, history) for number, leaf in enumerate(leaves)]
+    orders = [_order(number, leaf, holdings, readings, history) for number, leaf in enumerate(leaves)]
     parts = _exchange_content(leaves, holdings, group, context)
     results = iter(
         [
@@ -224,6 +231,7 @@ def _order(
     number: int,
     leaf: _Leaf,
     holdings: Sequence[_Holding],
+    readings: Sequence[tuple[int, bool]],
     history: Callable[[int], Sequence[Sequence[int]]],
 ) -> list[Piece]:
     """Return which rows of which rank follow each other; the same decision on all ranks.
@@ -232,6 +240,7 @@ def _order(
         number: Position of the leaf.
         leaf: The leaf.
         holdings: What every data rank brings.
+        readings: What the rows may be, the likeliest first: a loop, and whether all of its batches.
         history: Returns the rows of every data rank in every batch of a loop.
 
     Raises:
@@ -240,14 +249,13 @@ def _order(
     rows = [holding.leaves[number][0] for holding in holdings]
     if leaf.is_scalar:
         return [(rank, 0, 1) for rank, holding in enumerate(holdings) if holding.counts]
-    num_loops = len(holdings[0].loops)
-    for index in range(num_loops):
+    for index, takes_all in readings:
         loops = [holding.loops[index] for holding in holdings]
-        if rows == [max(loop.last_rows, 1) for loop in loops]:
-            return [(rank, 0, loop.last_rows) for rank, loop in enumerate(loops)]
-        if rows == [loop.held_rows for loop in loops]:
+        if takes_all and rows == [loop.held_rows for loop in loops]:
             return _order_of_loop(history(index))
-    for index in range(num_loops):
+        if not takes_all and rows == [max(loop.last_rows, 1) for loop in loops]:
+            return [(rank, 0, loop.last_rows) for rank, loop in enumerate(loops)]
+    for index, _ in readings:
         loops = [holding.loops[index] for holding in holdings]
         if any(loop.num_stand_ins for loop in loops):
             where = f" at {leaf.path}" if leaf.path else ""

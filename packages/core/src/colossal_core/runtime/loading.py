@@ -26,7 +26,7 @@ from colossal_core.errors import RankMismatchError, UsageError
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.draws import mix_seed
-from colossal_core.runtime.positions import Position
+from colossal_core.runtime.positions import Position, Progress
 from colossal_core.runtime.shares import Share, ShareBook
 from colossal_core.runtime.sources import AbstractSource, MapSource, Opening, Place, StreamSource
 from colossal_core.runtime.trees import move_to
@@ -166,7 +166,8 @@ class BoostedLoader(DataLoader[Any]):
             agreement: How ranks compare orders; of this loader alone.
         """
         user, self._source = prepared.user, prepared.source
-        order = _Order(self)
+        self._progress = Progress(self._source.order, prepared.seed)
+        order = _Order(self._source, self._progress)
         is_custom = user.batch_size is None and user.batch_sampler is not None
         options: dict[str, Any] = {"batch_sampler": order} if is_custom else {"batch_size": user.batch_size}
         if not is_custom:
@@ -192,8 +193,6 @@ class BoostedLoader(DataLoader[Any]):
         self._book = book
         self._agreement = agreement
         self._is_compared = False
-        self._at = Position(order=self._source.order, seed=prepared.seed)
-        self._is_begun = False
 
     # --- use ------------------------------------------------------------------------------------------------
 
@@ -212,17 +211,16 @@ class BoostedLoader(DataLoader[Any]):
             UsageError: The order is not the one that the position was stored with.
             RankMismatchError: Ranks have different orders.
         """
-        start = self._next_epoch() if self._is_begun else self._at
+        start = self._progress.start()
         opening = self._source.open(start)
         self._check_head(start, opening)
-        self._at = evolve(start, head=opening.head, workers=opening.workers)
-        self._is_begun = True
+        self._progress.begin(evolve(start, head=opening.head, workers=opening.workers))
         return self._give(opening)
 
     @property
     def epoch(self) -> int:
         """Epoch that is being given, or that comes next between two epochs; from 0."""
-        return self._at.epoch
+        return self._progress.at.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be this epoch, from its start; does nothing when it is the next one anyway.
@@ -233,11 +231,7 @@ class BoostedLoader(DataLoader[Any]):
         Raises:
             UsageError: It is negative.
         """
-        if epoch < 0:
-            raise UsageError(f"epoch is {epoch}", hint="epochs count from 0")
-        if self._is_begun or epoch != self._at.epoch:
-            self._at = Position(order=self._source.order, seed=self._at.seed, epoch=epoch)
-            self._is_begun = False
+        self._progress.set_epoch(epoch)
 
     def position(self) -> dict[str, Any]:
         """Return what has been given so far, for :meth:`seek`, as JSON can hold it.
@@ -250,7 +244,8 @@ class BoostedLoader(DataLoader[Any]):
             length = self._source.num_elements()
         except TypeError:
             length = None
-        return evolve(self._at, length=length, batch_rows=self._source.batch_rows or 0).to_dict()
+        at = self._progress.at
+        return evolve(at, length=length, batch_rows=self._source.batch_rows or 0).to_dict()
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Let the next iteration go on where :meth:`position` was called, with the same order.
@@ -269,48 +264,31 @@ class BoostedLoader(DataLoader[Any]):
                 f"this loader has {mine.length} {mine.order}",
                 hint="restore the position into a loader over the same dataset, made in the same way",
             )
-        self._at = wanted
-        self._is_begun = False
+        self._progress.seek(wanted)
 
     # --- internals ------------------------------------------------------------------------------------------
-
-    def _next_epoch(self) -> Position:
-        """Return the start of the next epoch."""
-        return Position(order=self._source.order, seed=self._at.seed, epoch=self._at.epoch + 1)
 
     def _give(self, opening: Opening) -> Iterator[Any]:
         """Yield the batches, and keep the books."""
         record = self._book.open()
-        epoch = self._at.epoch
+        epoch = self._progress.at.epoch
         try:
             # A list, so that nothing here holds on to a batch while the user's loop works with it.
             while found := list(itertools.islice(opening.answers, 1)):
                 batch = [move_to(found[0][1], self._device, non_blocking=self.pin_memory)]
-                record.give(self._count(found.pop()[0]))
+                answer: Answer = found.pop()[0]
+                share = Share(
+                    rows=answer.rows,
+                    global_rows=answer.global_rows,
+                    is_last_of_epoch=answer.is_last is True,
+                )
+                self._progress.count(share, answer.units)
+                self.last_share = share
+                record.give(share)
                 yield batch.pop()
         finally:
             record.close()
-        if self._is_begun and self._at.epoch == epoch:
-            self._at, self._is_begun = self._next_epoch(), False
-
-    def _count(self, answer: Answer) -> Share:
-        """Move the position behind a batch, and return what it was."""
-        share = Share(
-            rows=answer.rows, global_rows=answer.global_rows, is_last_of_epoch=answer.is_last is True
-        )
-        self.last_share = share
-        if share.is_last_of_epoch:
-            self._at, self._is_begun = self._next_epoch(), False
-            return share
-        at = self._at
-        # Only where elements are batches do these have a count of their own; a stream may be one in both
-        # ways.
-        batches = at.batches + (1 if self._source.order == "stream" else answer.units)
-        counts_batches = self._source.order != "samples"
-        self._at = evolve(
-            at, samples=at.samples + answer.global_rows, batches=batches if counts_batches else 0
-        )
-        return share
+        self._progress.end(epoch)
 
     def _check_head(self, start: Position, opening: Opening) -> None:
         """Compare an order with the one of a stored position, and with those of other ranks."""
@@ -339,21 +317,26 @@ class BoostedLoader(DataLoader[Any]):
 
 @final
 class _Order(Sampler[Any]):
-    """The ``sampler`` of a boosted loader: the order of all ranks together in the next epoch."""
+    """The ``sampler`` of a boosted loader: the order of all ranks together in the next epoch.
 
-    def __init__(self, loader: BoostedLoader) -> None:
-        self._loader = loader
+    It does not hold the loader: workers are only ended at once where no cycle keeps a loader that is left
+    alone.
+    """
+
+    def __init__(self, source: AbstractSource, progress: Progress) -> None:
+        self._source = source
+        self._progress = progress
 
     def __iter__(self) -> Iterator[Any]:
-        source, at = self._loader._source, self._loader._at  # noqa: SLF001 - one class in two parts
-        return iter(source.draw(at.seed, at.epoch) if isinstance(source, MapSource) else ())
+        at = self._progress.at
+        return iter(self._source.draw(at.seed, at.epoch) if isinstance(self._source, MapSource) else ())
 
     def __len__(self) -> int:
-        return self._loader._source.num_elements()  # noqa: SLF001 - one class in two parts
+        return self._source.num_elements()
 
     def set_epoch(self, epoch: int) -> None:
         """Do what the loader's ``set_epoch`` does."""
-        self._loader.set_epoch(epoch)
+        self._progress.set_epoch(epoch)
 
 
 def _draws_lists(loader: DataLoader[Any]) -> bool:

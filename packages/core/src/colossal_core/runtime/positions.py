@@ -1,16 +1,17 @@
-"""Where an epoch stands, as a value that a checkpoint can store as JSON."""
+"""Where a loader stands, as a value that a checkpoint can store as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, final, get_args
 
 import attrs
 from attrs import frozen
 
 from colossal_core.errors import UsageError
+from colossal_core.runtime.shares import Share
 
-__all__ = ["OrderKind", "Position"]
+__all__ = ["OrderKind", "Position", "Progress"]
 
 OrderKind = Literal["samples", "lists", "batches", "stream", "stream of batches"]
 """What an epoch consists of: indices of samples, lists of indices from a batch sampler, indices of whole
@@ -75,6 +76,67 @@ class Position:
                 hint="pass what loader.position() returned",
             )
         return cls(**{**values, "head": None if head is None else (head[0], str(head[1]))})
+
+
+@final
+class Progress:
+    """Which position a loader is at, and what the next iteration begins with.
+
+    Attributes:
+        at: Behind the batch that was given last.
+    """
+
+    def __init__(self, order: OrderKind, seed: int) -> None:
+        """Start at the first epoch."""
+        self.at = Position(order=order, seed=seed)
+        self._is_begun = False
+
+    def start(self) -> Position:
+        """Return where an iteration that begins now starts: in the next epoch, when this one was begun."""
+        return self._following() if self._is_begun else self.at
+
+    def begin(self, start: Position) -> None:
+        """Note that an iteration has begun."""
+        self.at, self._is_begun = start, True
+
+    def count(self, share: Share, units: int) -> None:
+        """Move behind a batch.
+
+        Args:
+            share: What was given of it.
+            units: Elements of the order that it used up.
+        """
+        if share.is_last_of_epoch:
+            self.at, self._is_begun = self._following(), False
+            return
+        at = self.at
+        # Only where elements are batches do these have a count of their own; a stream may need both.
+        units = {"samples": 0, "stream": 1}.get(at.order, units)
+        self.at = attrs.evolve(at, samples=at.samples + share.global_rows, batches=at.batches + units)
+
+    def end(self, epoch: int) -> None:
+        """Note that an epoch is over, also when it had no batch."""
+        if self._is_begun and self.at.epoch == epoch:
+            self.at, self._is_begun = self._following(), False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch; keeps a position in it that comes next anyway.
+
+        Raises:
+            UsageError: It is negative.
+        """
+        if epoch < 0:
+            raise UsageError(f"epoch is {epoch}", hint="epochs count from 0")
+        if self._is_begun or epoch != self.at.epoch:
+            self.seek(Position(order=self.at.order, seed=self.at.seed, epoch=epoch))
+
+    def seek(self, position: Position) -> None:
+        """Let the next iteration start there."""
+        self.at, self._is_begun = position, False
+
+    def _following(self) -> Position:
+        """Return the start of the epoch after this one."""
+        return Position(order=self.at.order, seed=self.at.seed, epoch=self.at.epoch + 1)
 
 
 def _is_count(value: object) -> bool:

@@ -66,6 +66,11 @@ class Record:
         self._book.remove(self)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the loop goes on."""
+        return self._book.is_running(self)
+
+    @property
     def held_rows(self) -> Sequence[int]:
         """Rows that the user's tensors have for each batch: a stand-in sample is one."""
         return [max(rows, 1) for rows in self.rows]
@@ -127,6 +132,10 @@ class ShareBook:
         """Iterations that values may come from: the one that gave last, even when over, then running ones."""
         running = list(reversed(self._running))
         return running if self._latest is None or self._latest in running else [self._latest, *running]
+
+    def is_running(self, record: Record) -> bool:
+        """Whether the loop of a record goes on."""
+        return any(record is other for other in self._running)
 
     def open(self) -> Record:
         """Return the record of an iteration that begins; it counts from its first batch on."""

@@ -180,16 +180,10 @@ class MapSource(AbstractSource):
             head = (len(first), digest_of(first))
             elements = itertools.chain(first, elements)
         gone = start.samples if self.order == "samples" else start.batches
-        self._requests.following = self._ask(itertools.islice(elements, gone, None), start, gone)
+        portions = self._divide(itertools.islice(elements, gone, None))
+        self._requests.following = _ask(portions, start, self._place.index, gone)
         self._generator.manual_seed(mix_seed(start.seed, "workers", start.epoch, self._place.index))
         return Opening(answers=iter(self._inner), head=head)
-
-    def _ask(self, elements: Iterator[Any], start: Position, gone: int) -> Iterator[Request]:
-        """Yield the requests for what is left of an epoch."""
-        for portion, is_last in mark_last(self._divide(elements)):
-            seed = mix_seed(start.seed, "batch", start.epoch, self._place.index, gone)
-            gone += portion.units
-            yield Request(portion=portion, seed=seed, is_last=is_last)
 
     def _divide(self, elements: Iterator[Any]) -> Iterator[Portion]:
         """Yield this rank's portions of the global batches."""
@@ -199,6 +193,23 @@ class MapSource(AbstractSource):
         if self.order == "batches":
             return (Portion(indices=[key], rows=0, global_rows=0, units=1) for key in elements)
         return (divide_groups if self._is_grouped else divide_lists)(elements, degree, index)
+
+
+def _ask(portions: Iterator[Portion], start: Position, index: int, gone: int) -> Iterator[Request]:
+    """Yield the requests for what is left of an epoch.
+
+    No method of the source: a generator that is left early would keep it, and its workers, in a cycle.
+
+    Args:
+        portions: What to read.
+        start: Where the epoch begins.
+        index: Data rank.
+        gone: Elements given before.
+    """
+    for portion, is_last in mark_last(portions):
+        seed = mix_seed(start.seed, "batch", start.epoch, index, gone)
+        gone += portion.units
+        yield Request(portion=portion, seed=seed, is_last=is_last)
 
 
 @final
