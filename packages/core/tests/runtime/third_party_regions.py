@@ -86,11 +86,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return the value."""
         ctx.wire = wire
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the sum of the ranks' gradients."""
         return ctx.wire.sum(gradients[0]), None
 
 
@@ -99,10 +101,12 @@ class _SumShares(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return the sum over the ranks."""
         return wire.sum(value)
 
     @staticmethod
     def backward(_: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient, which is the same on all ranks."""
         return gradients[0], None
 
 
@@ -111,26 +115,38 @@ class _KeepOwn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return this rank's piece."""
         ctx.wire = wire
         return wire.own(value).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient of the whole."""
         return ctx.wire.gather(gradients[0]), None
 
 
 class _Gather(torch.autograd.Function):
-    """All pieces; of the gradient each takes its own, or its own of the sum where each has only a share."""
+    """All pieces; of the gradient, which all ranks have, each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, wire: Wire, has_shares: bool) -> torch.Tensor:  # noqa: FBT001
-        ctx.wire, ctx.has_shares = wire, has_shares
+    def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return all pieces side by side."""
+        ctx.wire = wire
         return wire.gather(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        piece = ctx.wire.scatter_sum if ctx.has_shares else ctx.wire.own
-        return piece(gradients[0]), None, None
+        """Return the gradient of this rank's piece."""
+        return ctx.wire.own(gradients[0]), None
+
+
+class _GatherShares(_Gather):
+    """All pieces; each rank has only a share of the gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the sum of the ranks' gradients of this rank's piece."""
+        return ctx.wire.scatter_sum(gradients[0]), None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -138,11 +154,13 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return this rank's piece of the sum."""
         ctx.wire = wire
         return wire.scatter_sum(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient of the whole."""
         return ctx.wire.gather(gradients[0]), None
 
 
@@ -153,6 +171,7 @@ class _PlaceAndSum(torch.autograd.Function):
     def forward(
         ctx: Any, value: torch.Tensor, wire: Wire, shape: tuple[int, ...], slices: tuple[slice, ...]
     ) -> torch.Tensor:
+        """Return the whole."""
         ctx.slices = slices
         whole = value.new_zeros(shape)
         whole[slices] = value
@@ -160,6 +179,7 @@ class _PlaceAndSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient of this rank's box."""
         return gradients[0][ctx.slices].contiguous(), None, None, None
 
 
@@ -192,7 +212,7 @@ def gather(value: torch.Tensor, wire: Wire, *, has_shares: bool = False) -> torc
         wire: The ranks.
         has_shares: Whether each rank goes on with something else, so that it has a share of the gradient.
     """
-    return call(_Gather, value, wire, has_shares)
+    return call(_GatherShares if has_shares else _Gather, value, wire)
 
 
 def scatter_sum(value: torch.Tensor, wire: Wire) -> torch.Tensor:

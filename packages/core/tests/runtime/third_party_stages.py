@@ -62,6 +62,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, wire: Wire, stage: int) -> torch.Tensor:
+        """Return the value of the stage."""
         ctx.wire = wire
         result = value.contiguous().clone()
         wire.context.collectives.broadcast(result, wire.group, source=stage, phase=wire.phase).wait()
@@ -69,6 +70,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient of the stage that has one."""
         return ctx.wire.sum(gradients[0]), None, None
 
 
@@ -77,11 +79,13 @@ class _Absent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return zeros."""
         ctx.shape = anchor.shape
         return anchor.new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return no gradient, in the shape of one."""
         return gradients[0].new_zeros(ctx.shape), None
 
 
@@ -103,16 +107,18 @@ class _AbsentEmbedding(nn.Embedding):
 
 
 class _Once(torch.autograd.Function):
-    """Identity; only one stage passes the gradient on."""
+    """Identity; the gradient is multiplied by 1 on one stage, and by 0 on the others."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, is_passed: bool) -> torch.Tensor:  # noqa: FBT001
-        ctx.is_passed = is_passed
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the value."""
+        ctx.factor = factor
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0] if ctx.is_passed else torch.zeros_like(gradients[0]), None
+        """Return the gradient on one stage, zeros on the others."""
+        return gradients[0] * ctx.factor, None
 
 
 class _LastStageBorder(AbstractBorder):
@@ -127,7 +133,7 @@ class _LastStageBorder(AbstractBorder):
 
     def exit(self, outputs: Any) -> Any:
         """Return the outputs unchanged."""
-        return call(_Once, outputs, self._is_last)
+        return call(_Once, outputs, float(self._is_last))
 
 
 class StagesStrategy(AbstractStrategy):
