@@ -52,7 +52,7 @@ def boost_faulty(fault: str, *, is_early: bool = False) -> None:
     ("fault", "error", "message"),
     [
         ("groups differ", RankMismatchError, "ranks disagree about the groups of strategies"),
-        ("unknown name", UsageError, "no parameter or buffer named 'up.wieght'"),
+        ("unknown name", UsageError, "no parameter or buffer named 'up.weights'"),
         ("finding", UsageError, "heads are odd"),
     ],
 )

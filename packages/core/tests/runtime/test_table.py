@@ -150,7 +150,7 @@ def test_scalars_and_empty_parameters_have_an_entry() -> None:
     assert found == {"scalar": Box((), ()), "empty": Box((0, 0), (0, 3))}
 
 
-@pytest.mark.parametrize("name", ["head.wieght", "norm"])
+@pytest.mark.parametrize("name", ["head.weights", "norm"])
 def test_unknown_name_is_refused(name: str) -> None:
     """A strategy that asks for what is not there hears which model and name it was."""
     with pytest.raises(UsageError, match=f"'model' has no parameter or buffer named '{name}'"):

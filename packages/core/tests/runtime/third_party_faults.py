@@ -78,7 +78,7 @@ class FaultyStrategy(AbstractStrategy):
 
     def _name(self) -> str:
         """Return the name of what is cut."""
-        return "up.wieght" if self.fault == "unknown name" else "up.weight"
+        return "up.weights" if self.fault == "unknown name" else "up.weight"
 
     def _part(self, module: nn.Module, layout: MeshLayout, rank: int) -> Part:
         """Return the rows of a rank."""
