@@ -273,7 +273,7 @@ degree = 2
         f"{path}:3 accumulate is '8', expected an integer of at least 1",
         "  next: write 8 without quotes",
         f"{path}:4 fp16 is no key of a plan; ",
-        "  next: write precision = 'bf16'; fp16 is not available yet",
+        "  next: write precision = 'fp16'",
         f"{path}:8 data is 0, expected 'auto' or an integer of at least 1".replace(" data", " parallel.data"),
         f"{path}:9 parallel.tensor.degre is no option of 'shards'; there are degree, mode, names",
         "  next: did you mean 'degree'?",

@@ -282,7 +282,7 @@ def test_an_unknown_name_says_what_to_do(name: str, hint: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         registry.find("piece", name)
 
-    assert caught.value.message.startswith(f"there is no piece {name!r}; there are: replicated")
+    assert caught.value.message.startswith(f"there is no piece {name!r}; there are: recompute, replicated")
     assert caught.value.hint == hint
 
 
@@ -399,7 +399,7 @@ def test_a_local_file_is_a_plugin_of_runs_only(tmp_path: Path, monkeypatch: pyte
 
     assert (listed.state, was_imported) == ("enabled", False)
     assert "loaded by colossal run" in listed.reason
-    assert listing.records("strategy") == ()
+    assert [entry.record.name for entry in listing.records("strategy")] == ["recompute"]
     assert running.find("strategy", "halves").provider == str(file)
     assert any("plugin acme-local-one (local, source sha256:" in line for line in running.agreement_lines())
     monkeypatch.delitem(sys.modules, "acme_local_one")
