@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import pytest
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from colossal_core import Booster
+from colossal_core import Booster, Replicated
 from colossal_core.errors import RankMismatchError, UsageError
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.loading import BoostedLoader, prepare_loaders
@@ -48,12 +48,14 @@ class Run:
     Attributes:
         batch_size: Rows of a global batch.
         loop: ``plain``, ``explicit`` (``booster.backward``), ``forward_backward``, or ``twice``: two losses.
+        reduce: When gradients are reduced.
         accumulate: Batches in a window.
         epochs: Epochs.
     """
 
     batch_size: int = 4
     loop: str = "plain"
+    reduce: Literal["window", "backward"] = "window"
     accumulate: int = 1
     epochs: int = 2
 
@@ -68,7 +70,7 @@ def train_boosted(run: Run) -> list[torch.Tensor]:
     model = make_model()
     torch.manual_seed(1024)
     loader = DataLoader(make_data(), batch_size=run.batch_size, shuffle=True)
-    booster = Booster(precision="fp64", accumulate=run.accumulate)
+    booster = Booster(Replicated(reduce=run.reduce), precision="fp64", accumulate=run.accumulate)
     model, optimizer, loader = booster.boost(model, optimizer_of(model), loader)
     criterion = nn.MSELoss()
     for _ in range(run.epochs):
@@ -113,6 +115,12 @@ def train_plain(run: Run) -> list[torch.Tensor]:
 def test_uneven_batches_equal_one_process(nproc: int, batch_size: int, loop: str) -> None:
     """Uneven and empty shares, in the plain loop as by forward_backward, to 1e-10."""
     check(Run(batch_size=batch_size, loop=loop), nproc)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_uneven_batches_equal_one_process_when_every_backward_reduces(batch_size: int) -> None:
+    """With DDP's semantics of gradients, too."""
+    check(Run(batch_size=batch_size, reduce="backward"), 3)
 
 
 @pytest.mark.parametrize("loop", ["explicit", "twice"])

@@ -9,9 +9,10 @@ are untouched.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, final
@@ -190,7 +191,7 @@ def attributes_of(owner: object) -> list[Any]:
 
 def _generators_of(owner: object) -> Iterator[_Generator]:
     """Yield the generators among the attributes of one object, by type."""
-    numpy = sys.modules.get("numpy")
+    numpy = _numpy()
     for value in attributes_of(owner):
         if isinstance(value, torch.Generator):
             yield _Torch(value)
@@ -203,7 +204,20 @@ def _generators_of(owner: object) -> Iterator[_Generator]:
 
 
 def _global_generators() -> list[_Generator]:
-    """Return the generators of the process: of torch on the CPU, ``random``, and numpy if it was imported."""
-    numpy = sys.modules.get("numpy")
+    """Return the generators of the process: of torch on the CPU, ``random``, numpy where it is installed."""
+    numpy = _numpy()
     found: list[_Generator] = [_Torch(torch.default_generator), _Python(random)]
     return found if numpy is None else [*found, _NumpyLegacy(numpy.random)]
+
+
+@functools.cache
+def _numpy() -> Any:
+    """Return numpy, or None where it is not installed.
+
+    It is imported, as torch does in its workers: user code may import it later, and would then draw from a
+    state that differs between ranks.
+    """
+    try:
+        return importlib.import_module("numpy")
+    except ImportError:
+        return None
