@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import sys
 import zipfile
@@ -123,21 +122,16 @@ def tests_alone(session: nox.Session, member: str) -> None:
 def lowest(session: nox.Session, member: str) -> None:
     """Test one member on the oldest versions that it declares: -- [--keep torch] [pytest's options].
 
-    Its own dependencies get their floors, all others the tested versions. The floor of torch is a download of
-    some size, and for CUDA where the machine brings no other; --keep leaves it at the tested version.
+    Everything else is as tested. The floor of torch is a download of some size; --keep leaves one as tested.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--keep", action="append", default=[])
     chosen, rest = parser.parse_known_args(session.posargs)
     declared = nox.project.load_toml(f"packages/{member}/pyproject.toml")["project"]["dependencies"]
-    floors = {re.split(r"[<>=!~ ]", line)[0] for line in declared} - {*chosen.keep}
-    tested = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    kept = Path(session.create_tmp()) / "constraints.txt"
-    kept.write_text(
-        "\n".join(line for line in tested if line.partition("==")[0] not in floors), encoding="utf-8"
-    )
-    options = ("--no-config", "--resolution", "lowest-direct", "--constraints", str(kept))
-    install(session, member, groups=test_groups(member), options=options)
+    floors = dict(line.split(">=") for line in declared if not line.startswith("colossal-"))
+    install(session, member, groups=test_groups(member))
+    oldest = [f"{name}=={version}" for name, version in floors.items() if name not in chosen.keep]
+    session.install("--no-config", *oldest)
     run_tests(session, "-m", "not slow", f"packages/{member}/tests", *rest)
 
 
