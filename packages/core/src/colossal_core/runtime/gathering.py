@@ -116,6 +116,7 @@ def gather(tree: Any, context: Context, book: ShareBook, agreement: Agreement) -
     """
     leaves: list[_Leaf] = []
     records = book.records
+    agreement.begin_exchange()
     try:
         map_leaves(_collector(leaves, context.mesh.device), tree, is_leaf=is_list_of_values)
     except ColossalError as err:

@@ -136,19 +136,19 @@ def cut_rows(tree: Any, pick: Callable[[int], slice]) -> tuple[Any, int]:
 
 def _rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     """Return a container like another one, with other items."""
+    kind: Any = type(tree)
     if isinstance(tree, MutableMapping):
         clone = copy.copy(tree)  # keeps attributes that a subclass may carry
         for key, value in items.items():  # outputs of some libraries refuse update()
             clone[key] = value
         return clone
     if isinstance(tree, Mapping):
-        return copy.copy(tree) if not items else type(tree)(items)  # type: ignore[call-arg]
+        return kind(items)
     if isinstance(tree, list):
         copied = copy.copy(tree)
         copied[:] = items.values()
         return copied
     if isinstance(tree, tuple):
-        kind: Any = type(tree)
         return kind(*items.values()) if pytree.is_namedtuple_instance(tree) else kind(items.values())
     clone = copy.copy(tree)  # replace() would leave out what __init__ does not take
     for name, value in items.items():

@@ -360,9 +360,9 @@ class WorkerStart:
         """Prepare this worker process."""
         info: Any = get_worker_info()
         dataset = info.dataset.dataset
-        view = WorkerView(info, dataset)
+        view: Any = WorkerView(info, dataset)
         # torch offers no way to say what get_worker_info() returns; this process is ours alone.
-        torch_worker._worker_info = view  # type: ignore[assignment]  # noqa: SLF001
+        torch_worker._worker_info = view  # noqa: SLF001
         if self._user is None:
             return
         before = attributes_of(dataset)
