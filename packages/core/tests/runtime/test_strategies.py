@@ -246,6 +246,40 @@ def test_step_that_was_skipped_leaves_no_trace(case: Case) -> None:
     )
 
 
+def train_without_clearing(case: Case) -> Published:
+    """Train, and never clear a gradient."""
+    booster, work = boost_case(case)
+    for step in range(len(work.batches)):
+        run_backward(booster, work, step)
+        work.optimizer.step()
+    return publish(booster)
+
+
+@each_case
+def test_gradients_that_nobody_clears_add_up(case: Case) -> None:
+    """What a step left of a gradient counts in the next one as in torch, over whatever ranks it is summed."""
+    work = case.recipe().build()
+    for inputs, target in work.batches:
+        work.criterion(work.model(inputs), target).backward()
+        nn.utils.clip_grad_norm_(work.model.parameters(), BOUND)
+        work.optimizer.step()
+
+    joined = join_states(run_ranks(train_without_clearing, case.nproc, case), "value")
+
+    check_close(joined, {f"model.{name}": value for name, value in work.model.named_parameters()})
+
+
+@pytest.mark.parametrize("reduce", ["window", "backward"])
+@each_case
+def test_backward_passes_add_up(case: Case, reduce: str) -> None:
+    """Two passes before a step give the sum, also when each of them ends with averages."""
+    pieces = {**case.pieces, "replicated": {"reduce": reduce}}
+
+    check_parity(
+        case.recipe("twice"), nproc=case.nproc, settings={"plan": {"pieces": pieces}}, registry=make_registry
+    )
+
+
 # --- two models -------------------------------------------------------------------------------------------
 
 

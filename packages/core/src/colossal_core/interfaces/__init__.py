@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from colossal_core.interfaces.border import AbstractBorder
 from colossal_core.interfaces.executor import AbstractExecutor
-from colossal_core.interfaces.memory import AbstractMemoryManager, StepOutcome
+from colossal_core.interfaces.memory import AbstractMemoryManager
 from colossal_core.interfaces.strategy import AbstractStrategy, Proposal
 
 __all__ = [
@@ -16,5 +16,4 @@ __all__ = [
     "AbstractMemoryManager",
     "AbstractStrategy",
     "Proposal",
-    "StepOutcome",
 ]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
-
-from attrs import field, frozen
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -17,22 +15,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.table import ParameterTable, Place
 
-__all__ = ["AbstractMemoryManager", "StepOutcome"]
-
-
-@frozen(kw_only=True)
-class StepOutcome:
-    """What one call of ``step`` did, the same on every rank.
-
-    Attributes:
-        kind: ``"stepped"``, or ``"skipped"`` when gradients were not finite and the plan says to skip.
-        grad_norm: Norm of all gradients before clipping; NaN or infinite when skipped.
-        non_finite: Parameters with a non-finite gradient on this rank when skipped.
-    """
-
-    kind: Literal["stepped", "skipped"]
-    grad_norm: float
-    non_finite: tuple[str, ...] = field(default=(), converter=tuple)
+__all__ = ["AbstractMemoryManager"]
 
 
 class AbstractMemoryManager(ABC):

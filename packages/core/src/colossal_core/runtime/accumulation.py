@@ -86,6 +86,7 @@ class LossWeights:
         self._num_optimizers = num_optimizers
         self._reference: torch.Tensor | None = None
         self._first: dict[int, torch.Tensor] = {}
+        self._before: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = (None, {})
 
     def ratio(self, total: torch.Tensor) -> torch.Tensor | None:
         """Return what a loss is multiplied by beside its mean; None when nothing accumulates.
@@ -95,6 +96,7 @@ class LossWeights:
         """
         if not self.is_active:
             return None
+        self._before = (self._reference, dict(self._first))
         if self._reference is None:
             self._reference = total.detach().clone()
         found = total / self._reference
@@ -102,6 +104,10 @@ class LossWeights:
             # A micro-batch with several losses (real and fake samples of a GAN) counts as its first one.
             self._first.setdefault(index, found)
         return found
+
+    def forget(self) -> None:
+        """Take the last :meth:`ratio` back: its loss came to nothing, because a rank could not take part."""
+        self._reference, self._first = self._before
 
     def peek(self, optimizer: int) -> float | torch.Tensor:
         """Return the ratio of the running micro-batch of an optimizer."""

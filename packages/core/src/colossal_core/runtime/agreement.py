@@ -53,6 +53,7 @@ class Agreement:
         self._world_size = world_size
         self._timeout = timedelta(seconds=timeout_seconds)
         self._calls = 0
+        self._exchanges = 0
 
     def share(self, topic: str, text: str) -> list[str]:
         """Publish a text and return those of all ranks, in rank order.
@@ -95,19 +96,24 @@ class Agreement:
             raise RankMismatchError(f"rank {rank} could not go on: {message}", hint=hint)
         return result[0]
 
+    def begin_exchange(self) -> None:
+        """Begin a call in which a rank may fail alone; what was noted in earlier ones is over."""
+        self._exchanges += 1
+
     def note_failure(self, error: ColossalError) -> None:
         """Leave the reason why this rank stops, for ranks that find its part of a message to be NaN."""
         if self._store is not None:
-            self._store.set(f"failed.{self._rank}", json.dumps([error.message, error.hint]))
+            key = f"failed.{self._exchanges}.{self._rank}"
+            self._store.set(key, json.dumps([error.message, error.hint]))
 
     def raise_noted_failure(self) -> None:
-        """Raise if another rank noted a failure; otherwise do nothing.
+        """Raise if another rank noted a failure in this exchange; otherwise do nothing.
 
         Raises:
             RankMismatchError: Quotes the failure of the lowest rank that noted one.
         """
         for rank in range(self._world_size if self._store is not None else 0):
-            key = f"failed.{rank}"
+            key = f"failed.{self._exchanges}.{rank}"
             if rank != self._rank and self._store is not None and self._store.check([key]):
                 message, hint = json.loads(self._store.get(key).decode())
                 raise RankMismatchError(f"rank {rank} could not go on: {message}", hint=hint)

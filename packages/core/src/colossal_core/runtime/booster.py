@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -451,13 +452,20 @@ class Booster:
         return self._engine
 
     def _relative_weight(self, weight: float) -> float:
-        """Return a weight over the mean of the weights of all data ranks; collective."""
-        mean = self.mean(weight)
-        if not (weight >= 0 and mean > 0):
+        """Return what a loss of some weight counts, as a factor of the plain mean over ranks; collective.
+
+        Where the plan accumulates, it counts among the micro-batches of the window as well.
+        """
+        # A weight that cannot be travels as NaN, so that every rank finds out.
+        mean = self.mean(weight if weight >= 0 else math.nan)
+        if not mean > 0:
             raise UsageError(
-                f"weight {weight} has a mean of {mean} over the ranks", hint="give weights of at least 0"
+                f"weight {weight} has a mean of {mean} over the ranks",
+                hint="give each rank a weight of at least 0, and one of them more than that",
             )
-        return weight / mean
+        total = torch.full((), mean * self.data_degree, dtype=torch.float64, device=self.world.device)
+        ratio = self._built("backward").context.weights.ratio(total)
+        return weight / mean * (1.0 if ratio is None else float(ratio))
 
     def _check_model(self, model: nn.Module) -> None:
         """Refuse a model that this Booster did not boost."""

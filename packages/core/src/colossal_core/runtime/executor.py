@@ -56,6 +56,7 @@ class PlainExecutor(AbstractExecutor):
             UsageError: The batch, the criterion or the loss is not as documented; on the rank where it is so.
             RankMismatchError: It is so on another rank.
         """
+        self._agreement.begin_exchange()
         call, share, weights = self._weigh(batch, criterion, weight)
         # Rows that the user gives no weight at all are in the global batch no more than a stand-in is.
         rows = self._context.row_weights
@@ -73,7 +74,11 @@ class PlainExecutor(AbstractExecutor):
             with self._context.arrivals.weighed():
                 (loss * (factor * scale).to(loss.dtype)).backward()
         pending.wait()
-        self._check(mean, weights)
+        try:
+            self._check(mean, weights)
+        except ColossalError:
+            self._context.weights.forget()
+            raise
         return mean.to(torch.float32)
 
     def evaluate(
@@ -83,6 +88,7 @@ class PlainExecutor(AbstractExecutor):
         criterion: Callable[..., torch.Tensor] | None,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`."""
+        self._agreement.begin_exchange()
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -116,7 +122,7 @@ class PlainExecutor(AbstractExecutor):
             call = split_batch(batch, self._context.mesh.device)
             share = loss_weight(batch, call, criterion, weight)
         except ColossalError as err:
-            self._fail(err)
+            self._fail(err, num_messages=2)
             raise
         if share is not None and self._stands_in:
             share = 0.0
@@ -141,7 +147,7 @@ class PlainExecutor(AbstractExecutor):
                     hint="call it outside torch.no_grad, with trainable weights",
                 )
         except ColossalError as err:
-            self._fail(err)
+            self._fail(err, num_messages=1)
             raise
         return loss
 
@@ -164,11 +170,12 @@ class PlainExecutor(AbstractExecutor):
                 hint="skip this batch on all ranks, or check ignore_index and the targets",
             )
 
-    def _fail(self, error: ColossalError) -> None:
-        """Let the other ranks know why this one cannot go on, in place of the message that they wait for."""
+    def _fail(self, error: ColossalError, *, num_messages: int) -> None:
+        """Let the other ranks know why this one cannot go on, in place of the messages that they wait for."""
         self._agreement.note_failure(error)
-        message = torch.full((), math.nan, dtype=torch.float64, device=self._context.mesh.device)
-        self._context.collectives.all_reduce(message, self._group, phase="loss").wait()
+        for _ in range(num_messages):
+            message = torch.full((), math.nan, dtype=torch.float64, device=self._context.mesh.device)
+            self._context.collectives.all_reduce(message, self._group, phase="loss").wait()
 
 
 def _zero_through(outputs: Any, loss: torch.Tensor) -> torch.Tensor:

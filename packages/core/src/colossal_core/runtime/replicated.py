@@ -22,7 +22,7 @@ from colossal_core.runtime.flat import BufferKind, FlatBuffer, Slot, fill_buffer
 from colossal_core.runtime.mesh import GRADIENTS
 from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_names, norm_pieces
 from colossal_core.runtime.segments import OwnedRange, SegmentedOptimizer
-from colossal_core.runtime.shared_sums import SharedSum, shared_sums
+from colossal_core.runtime.shared_sums import SharedSum, shared_sums, shares_of
 from colossal_core.runtime.table import Entry, Place
 from colossal_core.runtime.touch import Touch
 from colossal_core.runtime.window import NOTES_PER_BUFFER, GradientWindow
@@ -136,6 +136,8 @@ class ReplicatedManager(AbstractMemoryManager):
             position = {entry.key: index for index, entry in enumerate(self._context.table)}
             ordered = sorted(owned.touches, key=lambda touch: position[touch.slot.entry.key])
             owned.sums = shared_sums(ordered, self._context.mesh, owned.channel)
+            for touch in ordered:
+                touch.shares = shares_of(touch.slot.entry, self._context.mesh.layout, self._context.mesh.rank)
             owned.pieces = None
         if owned.driver is None:
             owned.driver = SegmentedOptimizer(owned.user, owned.ranges)

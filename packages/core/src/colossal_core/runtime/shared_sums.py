@@ -18,12 +18,13 @@ from colossal_core.boxes import Box
 from colossal_core.runtime.mesh import GRADIENTS
 
 if TYPE_CHECKING:
-    from colossal_core.mesh import GroupSpec
+    from colossal_core.mesh import GroupSpec, MeshLayout
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Group, Mesh
+    from colossal_core.runtime.table import Entry
     from colossal_core.runtime.touch import Touch
 
-__all__ = ["SharedSum", "shared_sums"]
+__all__ = ["SharedSum", "shared_sums", "shares_of"]
 
 
 @frozen(eq=False)
@@ -76,3 +77,20 @@ def shared_sums(touches: Sequence[Touch], mesh: Mesh, channel: str = GRADIENTS) 
         SharedSum(mesh.group(spec, channel), tuple(found[spec, d][0]), tuple(found[spec, d][1]))
         for spec, d in order
     ]
+
+
+def shares_of(entry: Entry, layout: MeshLayout, rank: int) -> tuple[tuple[tuple[slice, ...], float], ...]:
+    """Return by what a whole gradient is multiplied, box by box, so that what ranks then sum is it again.
+
+    A gradient that was reduced in an earlier window is whole on each rank. It goes through the sums once more
+    when the user does not clear it: over ``reduce``, whose size need not be the divisor, and ``sum_over``.
+
+    Returns:
+        Boxes of the local tensor with their factor; those that stay as they are are left out.
+    """
+    ratio = entry.divisor / len(layout.members(entry.reduce, rank))
+    found = [
+        (Box(part.local, part.box.size).slices, ratio / len(layout.members(part.sum_over, rank)))
+        for part in entry.parts
+    ]
+    return tuple((box, share) for box, share in found if share != 1.0)

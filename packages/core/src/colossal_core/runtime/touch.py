@@ -42,6 +42,8 @@ class Touch:
         wide: Sum of several 16-bit gradients of this window, until the buffer leaves.
         late: Gradient that arrived after the buffer had left.
         late_change: What the user did to ``p.grad`` after the buffer had left.
+        shares: Boxes of the gradient, and by what a whole one is multiplied there to be this rank's share of
+            the sum over all ranks that is divided afterwards; empty when it is one already.
         num_touches: How often backward delivered a gradient in this window.
         num_predicted: How often it did in the previous one; None before the first.
     """
@@ -56,6 +58,7 @@ class Touch:
     wide: torch.Tensor | None = None
     late: torch.Tensor | None = None
     late_change: Change | None = None
+    shares: tuple[tuple[tuple[slice, ...], float], ...] = ()
     num_touches: int = 0
     num_predicted: int | None = None
 
@@ -101,9 +104,16 @@ class Touch:
         Args:
             scale: Loss scale of the window.
         """
-        if self.carried is not None and self.is_live and self.carried * scale != 1.0:
-            self.view.mul_(self.carried * scale)
+        if self.carried is not None and self.is_live:
+            self._bring(self.view, self.carried * scale)
         self.carried = None
+
+    def _bring(self, gradient: torch.Tensor, factor: float) -> None:
+        """Multiply a whole gradient in place, and make it this rank's share of the coming sum."""
+        if factor != 1.0:
+            gradient.mul_(factor)
+        for box, share in self.shares:
+            gradient[box].mul_(share)
 
     def add(self, gradient: torch.Tensor, factor: float) -> None:
         """Add a gradient of this window to the buffer.
@@ -151,7 +161,8 @@ class Touch:
             return
         gradient = self.slot.parameter.grad
         if change == "assigned" and gradient is not None:
-            self.late, self.late_change = gradient.detach() * scale, "cleared"
+            self.late, self.late_change = gradient.detach().clone(), "cleared"
+            self._bring(self.late, scale)
             self.show_guard()
             return
         self.late, self.late_change = None, change

@@ -208,7 +208,6 @@ class GradientWindow:
         for _, touches in self.touches:
             for touch in touches:
                 touch.take_over(touch.changed_by_user())
-                touch.settle(1.0)
                 if not touch.is_live:
                     touch.view.zero_()
 
@@ -259,7 +258,7 @@ class GradientWindow:
                     touch.show_view()
                 else:
                     touch.show_guard()
-                touch.carried = None if gradients else scale(buffer)
+                touch.carried = 1.0 if gradients else scale(buffer)
 
     # --- inside backward ------------------------------------------------------------------------------------
 
