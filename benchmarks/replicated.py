@@ -1,9 +1,9 @@
 """Step time and live bytes of the memory manager ``replicated`` against torch's DistributedDataParallel.
 
 Both train the same GPT (width 384, 8 layers, vocabulary 512, sequence 128, batch 4 a rank) with fused AdamW in
-the same processes, one step of each in turn and in changing order, so that what else the machine does hits both.
-The figures are the ratio of the medians and the median of the ratios of pairs. Live bytes are counted in runs of
-their own.
+the same processes, one step of each in turn and in changing order, so that what else the machine does hits
+both. The figures are the ratio of the medians and the median of the ratios of pairs. Live bytes are counted
+in runs of their own.
 
 DDP has ``gradient_as_bucket_view``; its bf16 is autocast over fp32 weights, ours bf16 weights, fp32 masters.
 
@@ -242,7 +242,8 @@ def summarise(ranks: int, precision: str, arguments: argparse.Namespace) -> dict
     }
     print(
         f"{ranks} ranks {precision}: DDP {case['ddp_ms']:.1f} ms, colossal {case['colossal_ms']:.1f} ms, "
-        f"ratio {case['ratio_of_medians']:.3f} (pairs {case['median_of_ratios']:.3f}, target {case['target']}), "
+        f"ratio {case['ratio_of_medians']:.3f} (pairs {case['median_of_ratios']:.3f}, "
+        f"target {case['target']}), "
         f"live bytes {case['bytes_ratio']:.4f} (target {BYTES_TARGET})",
         flush=True,
     )

@@ -278,8 +278,8 @@ def colossal_after_run_finished(summary: Mapping[str, object]) -> None:
                 print(f"{summary['steps']} steps")
 
     Called:
-        Once, when a process that boosted ends without an error, on every rank that does, while the interpreter
-        shuts down; in the order of ``colossal_before_run_started``.
+        Once, when a process that boosted ends without an error, on every rank that does, while the
+        interpreter shuts down; in the order of ``colossal_before_run_started``.
 
     May:
         Write files, close what it opened. It must not issue collectives: other ranks may be gone. An error is

@@ -26,7 +26,8 @@ class Average:
     """An exponential moving average of one model's parameters; made by ``Booster.average``.
 
     ``average = decay * average + (1 - decay) * parameter`` after every real step of the optimizer, starting
-    from the values at the time it was made. Kept in fp32, or in fp64 beside fp64 values. Buffers are not averaged.
+    from the values at the time it was made. Kept in fp32, or in fp64 beside fp64 values. Buffers are not
+    averaged.
 
     Attributes:
         decay: Weight of the past, in ``[0, 1)``.
