@@ -1,7 +1,7 @@
 """Step time and live bytes of the memory manager ``replicated`` against torch's DistributedDataParallel.
 
-Both train the same GPT (width 384, 8 layers, vocabulary 512, sequence 128, batch 4 a rank) with fused AdamW in
-the same processes, one step of each in turn and in changing order, so that what else the machine does hits
+Both train the same GPT (width 384, 8 layers, vocabulary 512, sequence 128, batch 4 a rank) with fused AdamW
+in the same processes, one step of each in turn and in changing order, so that what else the machine does hits
 both. The figures are the ratio of the medians and the median of the ratios of pairs. Live bytes are counted
 in runs of their own.
 
