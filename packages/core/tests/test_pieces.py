@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from colossal_core import Replicated, UsageError
+from colossal_core import Recompute, Replicated, UsageError
 
 
 def test_replicated_is_a_frozen_value() -> None:
@@ -34,3 +34,24 @@ def test_an_unknown_choice_is_refused() -> None:
 
     with pytest.raises(UsageError, match="reduce must be 'window' or 'backward', got 'never'"):
         Replicated(reduce=choice)
+
+
+def test_recompute_takes_one_pattern_or_many() -> None:
+    """A single pattern may be written without a sequence, as TOML and people do."""
+    assert Recompute(blocks="layers.*") == Recompute(blocks=("layers.*",), every=1)
+    patterns: Any = ["a", "b"]
+    assert Recompute(blocks=patterns).blocks == ("a", "b")
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_recompute_counts_blocks(every: Any) -> None:
+    """What counts no blocks is refused, with what numbers mean."""
+    with pytest.raises(UsageError, match="every must be an integer of at least 1"):
+        Recompute(every=every)
+
+
+@pytest.mark.parametrize("blocks", [7, (3,), ("",)])
+def test_recompute_names_blocks(blocks: Any) -> None:
+    """What is no pattern is refused."""
+    with pytest.raises(UsageError, match="blocks must be patterns of module names"):
+        Recompute(blocks=blocks)

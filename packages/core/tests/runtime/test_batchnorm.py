@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from colossal_core import Booster
+from colossal_core import Booster, Recompute
 from colossal_testkit import run_ranks
 
 from .norms import (
@@ -150,3 +151,45 @@ def test_gradient_penalties_go_through_the_statistics(num_ranks: int) -> None:
 
     for name, value in model.state_dict().items():
         torch.testing.assert_close(states[0][name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+# --- boosted loaders ----------------------------------------------------------------------------------------
+
+
+def dataset() -> TensorDataset:
+    """Return eight samples: batches of three leave two, an empty share for one of three ranks."""
+    return TensorDataset(*batch_of(5, 8))
+
+
+def on_loader(loop: str, pieces: Sequence[object]) -> dict[str, torch.Tensor]:
+    """Train for two epochs on what a boosted loader gives."""
+    model = build(affine)
+    booster = Booster(*pieces, precision="fp64")
+    model, optimizer, loader = booster.boost(model, sgd(model), DataLoader(dataset(), batch_size=3))
+    for _ in range(2):
+        for inputs, target in loader:
+            if loop == "plain":
+                F.mse_loss(model(inputs), target).backward()
+            else:
+                booster.forward_backward(model, (inputs, target), nn.MSELoss())
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("loop", ["plain", "forward_backward"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shares_of_boosted_loaders_count_as_they_are(loop: str, num_ranks: int) -> None:
+    """Uneven and empty shares give the weights and statistics of one process, recomputed or not."""
+    model = build(affine)
+    optimizer = sgd(model)
+    for _ in range(2):
+        for inputs, target in DataLoader(dataset(), batch_size=3):
+            F.mse_loss(model(inputs), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for pieces in ((), (Recompute(blocks=("[01]", "6")),)):
+        for state in run_ranks(on_loader, num_ranks, loop, pieces):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
