@@ -303,8 +303,21 @@ def _optimizer_lines(objects: Objects, table: ParameterTable) -> list[str]:
             digest = hashlib.sha256(names.encode()).hexdigest()[:12]
             lines.append(
                 f"{type(optimizer).__name__} group {number}: {len(entries)} parameters, order {digest}"
+                f"{_describe_settings(group)}"
             )
     return lines
+
+
+def _describe_settings(group: Mapping[str, Any]) -> str:
+    """Describe the settings of a parameter group: with another learning rate a rank would drift away."""
+    plain = {
+        key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in group.items()
+    }
+    return "".join(
+        f", {key} {value!r}"
+        for key, value in sorted(plain.items())
+        if key != "params" and isinstance(value, bool | int | float | str | tuple | None)
+    )
 
 
 def _make_equal(context: Context, agreement: Agreement) -> None:
