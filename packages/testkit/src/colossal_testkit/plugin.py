@@ -26,6 +26,10 @@ __all__ = [
     "ranks",
 ]
 
+# A failing assertion of a contract shows its values, also where the package is installed in place and pytest
+# cannot see from its metadata what belongs to it.
+pytest.register_assert_rewrite("colossal_testkit.contracts")
+
 _MARKERS = (
     "gpu(count=1): needs that many accelerators; skipped with a reason that says what is missing",
     "slow: minutes rather than seconds; runs with --slow, or when -m selects it",
