@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 # The checks of core import torch, which takes seconds on a busy machine.
 pytestmark = pytest.mark.timeout(90)

@@ -16,7 +16,7 @@ from colossal_cli.commands.run import run
 from colossal_cli.main import cli
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 _GREETER = """
 from colossal_core.plugins import CommandSpec, Target, hookimpl

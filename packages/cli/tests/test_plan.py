@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 
 def test_every_value_has_its_origin(program: Program) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 _STRATEGY = """
 print("imported zoo", flush=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 # Scripts end with this where only the launcher may end them.
 _WAIT = "\nimport time; time.sleep(60)\n"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 _SCRIPT = """
 import os, signal, subprocess, sys, time

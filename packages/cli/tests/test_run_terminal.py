@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Program
+    from .conftest import Program
 
 
 def _run_on_terminal(

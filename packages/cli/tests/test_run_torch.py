@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Program
+    from .conftest import Program
 
 # Each test imports torch two to four times, which takes seconds on a busy machine.
 pytestmark = pytest.mark.timeout(90)

@@ -16,7 +16,7 @@ from colossal_core.plugins.discovery import (
 )
 
 if TYPE_CHECKING:
-    from conftest import Install
+    from ..conftest import Install
 
 
 def test_entry_points_are_sorted_by_name(

@@ -26,7 +26,7 @@ from colossal_core.plugins import (
 )
 
 if TYPE_CHECKING:
-    from conftest import Install
+    from ..conftest import Install
 
 STRATEGY = """
     from colossal_core.plugins import StrategySpec, Target, hookimpl
