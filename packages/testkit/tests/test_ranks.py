@@ -271,12 +271,12 @@ def _load(path: Path, name: str) -> ModuleType:
 def test_a_changed_file_is_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers outlive edits of a test, and of the files beside it that it imports."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    helper, file = tmp_path / "helper_of_edited.py", tmp_path / "edited.py"
-    helper.write_text("NUMBER = 1\n")
-    file.write_text("from helper_of_edited import NUMBER\ndef number() -> int:\n    return NUMBER\n")
+    neighbour, file = tmp_path / "neighbour_of_edited.py", tmp_path / "edited.py"
+    neighbour.write_text("NUMBER = 1\n")
+    file.write_text("from neighbour_of_edited import NUMBER\ndef number() -> int:\n    return NUMBER\n")
     first = run_ranks(_load(file, "somewhere.edited").number, 1)
 
-    helper.write_text("NUMBER = 20\n")
+    neighbour.write_text("NUMBER = 20\n")
     second = run_ranks(sys.modules["somewhere.edited"].number, 1)
 
     assert (first, second) == ([1], [20])
