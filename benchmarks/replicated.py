@@ -166,9 +166,7 @@ def measure_bytes(system: str, precision: str, clip: float | None) -> dict[str, 
     step, clear = (make_ddp if system == "ddp" else make_ours)(precision, clip)
     for number in range(3):
         clear()
-        batch = make_batch(number, dist.get_rank())
-        step(*batch)
-    del batch
+        step(*make_batch(number, dist.get_rank()))
     import resource
 
     return {

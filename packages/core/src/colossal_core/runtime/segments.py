@@ -200,7 +200,7 @@ class SegmentedOptimizer:
         for segment in live:
             batch.append(segment)
             held += segment.numel
-            if self.is_flat and held >= CHUNK_NUMEL:
+            if self.is_flat and held >= _chunk_numel(segment.leaf.device):
                 self._update(batch, scale)
                 batch, held = [], 0
         if batch:
@@ -240,8 +240,9 @@ class SegmentedOptimizer:
                 self._segment(owned, (start, stop), group, tuple(run), run[0].parameter.shape)
             )
             return
-        for first in range(start, max(stop, start + 1), CHUNK_NUMEL):
-            last = min(first + CHUNK_NUMEL, stop)
+        chunk = _chunk_numel(owned.master.device)
+        for first in range(start, max(stop, start + 1), chunk):
+            last = min(first + chunk, stop)
             inside = tuple(slot for slot in run if _lies_in(slot, first, last, stop))
             self.segments.append(self._segment(owned, (first, last), group, inside, None))
 
@@ -327,6 +328,11 @@ class SegmentedOptimizer:
         """Show the user what the optimizer itself keeps in its groups."""
         for mine, theirs in zip(self.inner.param_groups, self.user.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def _chunk_numel(device: torch.device) -> int:
+    """Return how many elements one call updates: on accelerators launches cost more than memory passes."""
+    return CHUNK_NUMEL if device.type == "cpu" else 64 * CHUNK_NUMEL
 
 
 def _bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
