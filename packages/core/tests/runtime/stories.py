@@ -131,6 +131,7 @@ class Story:
         steps: Number of steps.
         max_grad_norm: Bound of the gradient norm.
         calls: How often ``step()`` is called in a row.
+        pieces: What the Booster is made of.
     """
 
     play: Callable[[Turn], None]
@@ -140,6 +141,7 @@ class Story:
     steps: int = 4
     max_grad_norm: float | None = None
     calls: int = 1
+    pieces: tuple[object, ...] = ()
 
 
 @frozen
@@ -185,7 +187,7 @@ def tell(story: Story) -> Trace:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = story.build()
-    booster = Booster(precision="fp64", max_grad_norm=story.max_grad_norm)
+    booster = Booster(*story.pieces, precision="fp64", max_grad_norm=story.max_grad_norm)
     model, optimizer = booster.boost(model, story.optimizer(model))
     trace = Trace()
     for step in range(story.steps):

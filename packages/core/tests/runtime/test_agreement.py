@@ -319,27 +319,6 @@ def test_equal_values_warn_of_nothing_and_are_not_sent() -> None:
     assert run_ranks(start_together, 2) == [[], []]
 
 
-# --- steps that differ -----------------------------------------------------------------------------------
-
-
-def step_on_one_rank_only() -> None:
-    """Let rank 1 leave the loop early."""
-    model: Any = make()
-    model, optimizer = Booster().boost(model, sgd(model))
-    for _ in range(1 if dist.get_rank() else 2):
-        model(torch.ones(1, 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if dist.get_rank():
-        raise KeyError("left")
-
-
-def test_a_rank_that_fails_alone_ends_the_others() -> None:
-    """What no agreement can foresee ends with the process that left."""
-    with pytest.raises(Exception, match="left"):
-        run_ranks(step_on_one_rank_only, 2)
-
-
 # --- the exchange itself ---------------------------------------------------------------------------------
 
 
