@@ -159,6 +159,16 @@ def test_all_generators_agree_on_all_ranks() -> None:
     spawn(rank, 2)
 
 
+def test_a_rank_that_leaves_at_once_harms_nobody() -> None:
+    """All are connected when ``launch`` returns, so nobody is gone before the slowest is there."""
+
+    def rank() -> None:
+        launch()
+
+    for _ in range(5):
+        spawn(rank, 6)
+
+
 def _change(rank: str, **changes: str) -> None:
     """Change the environment of one rank."""
     if os.environ["RANK"] == rank:
@@ -358,14 +368,14 @@ def test_a_half_set_environment_is_named() -> None:
     spawn(rank, 1)
 
 
-_SCRIPT = """
+_SCRIPT = r"""
 import atexit, torch, torch.distributed as dist
-atexit.register(lambda: print("initialized at the end:", dist.is_initialized()))
+atexit.register(lambda: print(f"initialized at the end: {dist.is_initialized()}\n", end=""))
 from colossal_core import launch
 world = launch()
 value = torch.ones(1)
 dist.all_reduce(value)
-print("sum", value.item())
+print(f"sum {value.item()}\n", end="")  # one write, which ranks cannot tear apart
 """
 
 

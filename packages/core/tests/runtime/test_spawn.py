@@ -157,7 +157,7 @@ def test_a_function_of_a_module_is_imported_by_fresh_interpreters(tmp_path: Path
     """Nothing of the parent's memory is there, and arguments travel."""
     (tmp_path / "jobs.py").write_text(
         "from colossal_core import launch\nstate = []\n"
-        "def job(word): print(word, launch().rank, state, flush=True)\n",
+        "def job(word): print(f'{word} {launch().rank} {state}\\n', end='', flush=True)\n",
         encoding="utf-8",
     )
 
@@ -183,7 +183,7 @@ def test_a_function_of_a_script_needs_no_guard(tmp_path: Path) -> None:
         tmp_path,
         """
         from colossal_core import launch, spawn
-        def job(): print("rank", launch().rank, flush=True)
+        def job(): print(f"rank {launch().rank}\\n", end="", flush=True)
         print("once", flush=True)
         spawn(job, 2)
         """,

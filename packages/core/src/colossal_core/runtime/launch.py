@@ -26,7 +26,7 @@ import torch.distributed as dist
 from colossal_core.errors import CapabilityError, RankMismatchError, UsageError
 from colossal_core.placement import Placement, read_placement
 from colossal_core.processes import own_run_directory, write_arrival, write_departure
-from colossal_core.runtime.rendezvous import meet, open_store
+from colossal_core.runtime.rendezvous import await_connected, meet, open_store
 from colossal_core.runtime.spawn import spawn
 
 if TYPE_CHECKING:
@@ -271,6 +271,7 @@ def _start(placement: Placement, backend: str | None, seed: int, timeout: timede
             f"rank {placement.rank} of {placement.world_size} lost the others while they connected: {reason}",
             hint="look at the output of the rank that failed first",
         ) from err
+    await_connected(store, placement, timeout)
     world = World(
         rank=placement.rank, world_size=placement.world_size, local_rank=placement.local_rank, device=device
     )

@@ -17,7 +17,7 @@ from colossal_core.errors import RankMismatchError, UsageError
 from colossal_core.placement import Placement
 from colossal_core.processes import listen_on
 
-__all__ = ["meet", "open_store"]
+__all__ = ["await_connected", "meet", "open_store"]
 
 _PREFIX = "colossal/launch"
 
@@ -146,3 +146,42 @@ def _await_all(store: Store, placement: Placement, timeout: timedelta) -> None:
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.2)  # a thousand ranks that poll would keep rank 0 busy
+
+
+def await_connected(store: Store, placement: Placement, timeout: timedelta) -> None:
+    """Return once every rank has made its process group.
+
+    Without it, a rank that has little to do could leave while others still connect to it, and they would
+    fail. Rank 0 serves the store, so it also waits until everybody has seen that all are connected.
+
+    Raises:
+        RankMismatchError: A rank is lost on the way, or is not connected in time.
+    """
+    if placement.world_size == 1:
+        return
+    try:
+        for step in ("connected", "seen"):
+            store.add(f"{_PREFIX}/{step}", 1)
+            if step == "connected" or placement.rank == 0:
+                _await_count(store, placement, step, timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as err:
+        raise RankMismatchError(
+            f"rank {placement.rank} of {placement.world_size} lost rank 0 at "
+            f"{placement.address}:{placement.port} before all ranks were connected",
+            hint="look at the output of rank 0",
+        ) from err
+
+
+def _await_count(store: Store, placement: Placement, step: str, timeout: timedelta) -> None:
+    """Return once all ranks have counted themselves."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = 0.001
+    while (count := store.add(f"{_PREFIX}/{step}", 0)) < placement.world_size:
+        if time.monotonic() > deadline:
+            raise RankMismatchError(
+                f"rank {placement.rank} waited {timeout.total_seconds():g} s, and {count} "
+                f"of {placement.world_size} ranks are {step}",
+                hint="look at the output of the missing ranks",
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
