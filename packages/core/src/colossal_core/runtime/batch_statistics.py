@@ -127,7 +127,7 @@ def gather_statistics(
         counts_enough = False
     else:
         number = 1.0 if weights is None else float(weights)
-        per_row = wide.new_tensor(number)
+        per_row = wide.new_full((), number)
         mean, squares, count = _moments(wide, number * num_values)
         counts_enough = number * num_values > 1
     gathered = wire.gather(torch.cat([mean, squares, count.view(1)]))
@@ -173,7 +173,7 @@ def _moments(rows: torch.Tensor, count: float) -> tuple[torch.Tensor, torch.Tens
         nothing = rows.new_zeros(rows.shape[1])
         return nothing, nothing, rows.new_zeros(())
     variance, mean = torch.var_mean(rows, dim=_others(rows), correction=0)
-    return mean, variance * count, rows.new_tensor(count)
+    return mean, variance * count, rows.new_full((), count)
 
 
 def _weighted_moments(
