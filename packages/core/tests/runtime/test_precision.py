@@ -292,7 +292,23 @@ def edit_full(model: Any, booster: Booster) -> None:
             value.fill_(1.0)
 
 
-@pytest.mark.parametrize("write", [load_state, copy_in_place, initialise_again, edit_full])
+def assign_data(model: Any, booster: Booster) -> None:
+    """Swap the tensors behind the parameters, as averages that are stored and restored do."""
+    del booster
+    for parameter in model.parameters():
+        parameter.data = torch.ones_like(parameter)
+
+
+def from_vector(model: Any, booster: Booster) -> None:
+    """Set all parameters from one vector."""
+    del booster
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(torch.ones_like(vector), model.parameters())
+
+
+@pytest.mark.parametrize(
+    "write", [assign_data, from_vector, load_state, copy_in_place, initialise_again, edit_full]
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_weights_that_the_user_writes_stay_written(
     write: Callable[[Any, Booster], None], precision: str
@@ -313,6 +329,19 @@ def test_weights_that_the_user_writes_stay_written(
 
     for parameter in model.parameters():
         assert torch.allclose(parameter.float(), torch.ones(parameter.shape), atol=1e-2)
+    assert not torch.equal(model[1].bias.float(), torch.ones(2)) or precision == "bf16"
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.half])
+def test_models_converted_after_boost_are_refused(convert: Callable[[nn.Module], nn.Module]) -> None:
+    """Training would go on in tensors that the model no longer has."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 2)
+    model, optimizer = Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    convert(model)
+
+    with pytest.raises(UsageError, match=r"'bias' was made a float(64|16) tensor .* where it is float32"):
+        optimizer.step()
 
 
 # --- keep_float32 ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from attrs import define, frozen
 from torch import nn
 
+from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.table import Entry
 
@@ -124,22 +125,52 @@ class FlatBuffer:
         """Remember how often each parameter was written, for :meth:`take_edits`."""
         self._versions = [slot.parameter._version for slot in self.slots]
 
-    def take_edits(self, master: torch.Tensor) -> None:
-        """Copy into the masters what the user wrote into parameters since :meth:`note_versions`.
+    def take_edits(self, master: torch.Tensor | None) -> None:
+        """Bring the buffer and the masters in line with what the user did to parameters meanwhile.
 
-        That is what ``load_state_dict``, initialisers and code under ``torch.no_grad`` write. torch does not
-        count writes through ``.data``; those are lost with the next update.
+        That is what ``load_state_dict``, initialisers and code under ``torch.no_grad`` have written since
+        :meth:`note_versions`, and tensors assigned to ``.data``, by ``vector_to_parameters`` for example,
+        which are copied into the buffer. torch does not count writes in place through ``.data``: where there
+        are masters, those are lost with the next update.
 
         Args:
-            master: Flat masters of ``numel`` elements.
+            master: Flat masters of ``numel`` elements, or None.
+
+        Raises:
+            UsageError: A parameter was converted or moved.
         """
+        origin, item_bytes = self.values.data_ptr(), self.kind.dtype.itemsize
         for slot, version in zip(self.slots, self._versions, strict=True):
-            if slot.parameter._version != version:
+            is_elsewhere = (
+                slot.parameter.numel() > 0 and slot.parameter.data_ptr() != origin + slot.start * item_bytes
+            )
+            if is_elsewhere:
+                self._take_back(slot)
+            if master is not None and (is_elsewhere or slot.parameter._version != version):
                 wide, values = master[slot.start : slot.stop], self.values[slot.start : slot.stop]
                 # Elsewhere the master keeps the bits that the narrow value does not have.
                 is_edited = wide.to(values.dtype) != values
                 wide.copy_(torch.where(is_edited, values.to(wide.dtype), wide))
         self.note_versions()
+
+    def _take_back(self, slot: Slot) -> None:
+        """Copy a parameter whose memory the user has replaced into the buffer, and make it a view again.
+
+        Raises:
+            UsageError: It does not fit.
+        """
+        found = slot.parameter.detach()
+        fits = found.dtype == self.kind.dtype and found.device == self.device
+        if not fits or found.numel() != slot.stop - slot.start:
+            raise UsageError(
+                f"parameter {slot.name!r} was made a {str(found.dtype).removeprefix('torch.')} tensor of shape "
+                f"{tuple(found.shape)} on {found.device} after boost, where it is "
+                f"{str(self.kind.dtype).removeprefix('torch.')} on {self.device}",
+                hint="convert, move and resize models before boost, or release() them first",
+            )
+        view = self.value_view(slot)
+        view.copy_(found)
+        slot.parameter.data = view
 
     def give_back(self, slot: Slot) -> None:
         """Give one parameter memory of its own again."""

@@ -371,10 +371,9 @@ class ReplicatedManager(AbstractMemoryManager):
 
     @staticmethod
     def _take_edits(owned: _Owned) -> None:
-        """Bring masters in line with what the user wrote into the model."""
+        """Bring buffers and masters in line with what the user wrote into the model."""
         for held in owned.ranges:
-            if held.keeps_master:
-                held.buffer.take_edits(held.master)
+            held.buffer.take_edits(held.master if held.keeps_master else None)
 
     @staticmethod
     def _gradient_places(owned: _Owned) -> list[Place]:
