@@ -163,8 +163,8 @@ class FlatBuffer:
         fits = found.dtype == self.kind.dtype and found.device == self.device
         if not fits or found.numel() != slot.stop - slot.start:
             raise UsageError(
-                f"parameter {slot.name!r} was made a {str(found.dtype).removeprefix('torch.')} tensor of shape "
-                f"{tuple(found.shape)} on {found.device} after boost, where it is "
+                f"parameter {slot.name!r} was made a {str(found.dtype).removeprefix('torch.')} tensor of "
+                f"shape {tuple(found.shape)} on {found.device} after boost, where it is "
                 f"{str(self.kind.dtype).removeprefix('torch.')} on {self.device}",
                 hint="convert, move and resize models before boost, or release() them first",
             )
