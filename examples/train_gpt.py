@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--file", type=Path, help="text to learn; default: Python's own help topics")
     parser.add_argument("--plan", type=Path, help="TOML file that says how to distribute")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=700)
     options = parser.parse_args()
 
     world = launch()
@@ -135,7 +135,7 @@ def main() -> None:
             rate, norm = scheduler.get_last_lr()[0], optimizer.grad_norm
             bar.set_postfix_str(f"loss {loss:.2f}, lr {rate:.0e}, norm {norm:.2f}", refresh=False)
             bar.update(TOKENS)
-            if step % 200 == 0 or step == options.steps:
+            if step % 100 == 0 or step == options.steps:
                 validation[step] = validate(booster, model, held_out)
                 booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
     booster.print(f"\n{write_text(model, held_out[:CONTEXT], 400)}\n")
