@@ -297,6 +297,78 @@ def test_two_models_and_two_optimizers_do_not_disturb_each_other(detaches: bool)
                 assert_close(found[name], value, name)
 
 
+def train_under_two_boosters() -> list[torch.Tensor]:
+    """Train two models of two Boosters through one loss."""
+    torch.manual_seed(0)
+    first: Any = nn.Linear(5, 5).double()
+    second: Any = nn.Linear(5, 2).double()
+    with tiny_buffers():
+        first, one = Booster(precision="fp64").boost(first, adam_over_all(first))
+        second, two = Booster(precision="fp64").boost(second, adam_over_all(second))
+    for step in range(3):
+        second(first(batch_of(dist.get_rank(), step))).square().mean().backward()
+        for optimizer in (one, two):
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value.detach().clone() for model in (first, second) for value in model.parameters()]
+
+
+def test_two_boosters_live_side_by_side() -> None:
+    """Messages of one never meet those of the other."""
+    results = run_ranks(train_under_two_boosters, 2)
+
+    torch.manual_seed(0)
+    models = [nn.Linear(5, 5).double(), nn.Linear(5, 2).double()]
+    optimizers = [adam_over_all(model) for model in models]
+    for step in range(3):
+        for rank in range(2):
+            (models[1](models[0](batch_of(rank, step))).square().mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = [value for model in models for value in model.parameters()]
+    for result in results:
+        for value, reference in zip(result, wanted, strict=True):
+            assert_close(value, reference, "weight")
+
+
+def train_compiled(when: str) -> list[torch.Tensor]:
+    """Train a model that was compiled before boost, after it, or given to it compiled."""
+    torch.manual_seed(0)
+    model: Any = Layers()
+    optimizer: Any = adam_over_all(model)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with tiny_buffers():
+        booster = Booster(precision="fp64")
+        given, optimizer = booster.boost(compiled if when == "given" else model, optimizer)
+    if when == "after":
+        given = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        chosen = compiled if when == "before" else given
+        chosen(batch_of(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "given"])
+def test_compiled_models_train(when: str) -> None:
+    """Gradients of a compiled graph arrive at the same parameters, early or late."""
+    results = run_ranks(train_compiled, 2, when)
+
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = adam_over_all(model)
+    for step in range(3):
+        for rank in range(2):
+            (model(batch_of(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in results:
+        for value, reference in zip(result, model.parameters(), strict=True):
+            assert_close(value, reference, "weight")
+
+
 # --- lifetimes -------------------------------------------------------------------------------------------
 
 

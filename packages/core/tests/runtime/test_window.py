@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from colossal_core import Booster
@@ -286,6 +287,37 @@ def add_penalty(turn: Turn) -> None:
 def test_what_the_user_does_to_gradients_counts_as_in_torch(play: Callable[[Turn], None]) -> None:
     """Clearing, zeroing, assigning and asking for gradients means the same, also after they have left."""
     check(Story(play=play, steps=5))
+
+
+def forget(parameter: torch.Tensor) -> None:
+    """Clear a gradient as soon as it has arrived, as optimizers do that step inside backward."""
+    parameter.grad = None
+
+
+def double(gradient: torch.Tensor) -> torch.Tensor:
+    """Scale what arrives."""
+    return gradient * 2
+
+
+def build_with_hooks() -> nn.Module:
+    """Hook parameters before boost: two clear, one scales."""
+    model = Awkward()
+    model.head_a.weight.register_post_accumulate_grad_hook(forget)
+    model.scale.register_post_accumulate_grad_hook(forget)
+    model.trunk.weight.register_hook(double)
+    return model
+
+
+def accumulate_surprisingly(turn: Turn) -> None:
+    """Run two passes where one was expected."""
+    turn.loss("ab").backward()
+    if turn.step >= 2:
+        turn.loss("a", part=1).backward()
+
+
+def test_hooks_of_the_user_count_as_in_torch() -> None:
+    """A hook that clears leaves no gradient, also when it arrives late; one that scales scales once."""
+    check(Story(play=accumulate_surprisingly, build=build_with_hooks))
 
 
 # --- after the step -------------------------------------------------------------------------------------
