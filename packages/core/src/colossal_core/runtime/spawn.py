@@ -64,7 +64,7 @@ class RankFailedError(ColossalError):
         rank_exit_code: Its exit code; 128 plus the signal's number when a signal ended it.
     """
 
-    default_code: ClassVar[str] = "C050"
+    default_code: ClassVar[str] = "C031"
     rank: int = -1
     rank_exit_code: int = 1
 
