@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -748,3 +750,48 @@ def test_describe_names_every_setting_with_its_origin() -> None:
 
     assert "max_grad_norm = 0.5" in text
     assert all("(" in line and "=" in line for line in text.splitlines())
+
+
+# --- lifetimes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("releases", [False, True])
+def test_nothing_keeps_a_boosted_model_alive(precision: str, *, releases: bool) -> None:
+    """Sweeps boost many models in one process; each is freed with the last reference of the user."""
+
+    def run() -> list[weakref.ref[Any]]:
+        model, optimizer = make()
+        booster = Booster(precision=precision)
+        model, boosted = booster.boost(model, optimizer)
+        train(model, boosted, range(2))
+        if releases:
+            booster.release(model)
+        return [weakref.ref(thing) for thing in (model, optimizer, booster, boosted, *model.parameters())]
+
+    references = run()
+    for _ in range(3):
+        gc.collect()
+
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+def test_model_outlives_its_booster_as_a_plain_one() -> None:
+    """Who keeps only the model has a model: gradients are torch's own."""
+    model, optimizer = make()
+    model, boosted = Booster().boost(model, optimizer)
+    train(model, boosted, range(1))
+
+    del optimizer, boosted
+    gc.collect()
+    model(torch.ones(1, 5)).sum().backward()
+    model(torch.ones(1, 5)).sum().backward()
+
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = None
+    (2 * plain(torch.ones(1, 5)).sum()).backward()
+    for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert wanted.grad is not None
+        assert torch.allclose(parameter.grad, wanted.grad)

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.plan import Plan
+    from colossal_core.plugins.observers import Observers
     from colossal_core.runtime.averages import Average
-    from colossal_core.runtime.engine import Engine
+    from colossal_core.runtime.engine import Engine, Progress
     from colossal_core.runtime.ledger import Transfer
 
 __all__ = ["Booster"]
@@ -150,7 +151,8 @@ class Booster:
                 loader, device=self.world.device, book=engine.shares, agreement=own
             )
             replaced[sorted_objects.position(loader.user)] = boosted_loader
-        atexit.register(self._finish_run)
+        # Not a method of this object: models would stay in memory until the interpreter ends.
+        atexit.register(_finish_run, self.registry.observers, engine.progress)
         results = tuple(replaced.get(index, thing) for index, thing in enumerate(sorted_objects.order))
         return results[0] if len(results) == 1 else results
 
@@ -484,11 +486,12 @@ class Booster:
                 return optimizer
         return None
 
-    def _finish_run(self) -> None:
-        """Tell observers at exit that the run has ended well."""
-        failed = "last_value" in vars(sys)  # the interpreter keeps an error that ended the script there
-        if self._engine is not None and not failed:
-            self.registry.observers.after_run_finished({"steps": self._engine.num_steps})
+
+def _finish_run(observers: Observers, progress: Progress) -> None:
+    """Tell observers at exit that the run has ended well."""
+    failed = "last_value" in vars(sys)  # the interpreter keeps an error that ended the script there
+    if not failed:
+        observers.after_run_finished({"steps": progress.num_steps})
 
 
 def _discover(plan: object) -> Registry:

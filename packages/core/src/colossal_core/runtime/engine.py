@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
+from attrs import define
+
 from colossal_core.errors import NonFiniteError
 from colossal_core.runtime.averages import Average
 from colossal_core.runtime.shares import ShareBook
@@ -25,10 +27,21 @@ if TYPE_CHECKING:
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.optimizer import BoostedOptimizer
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Progress"]
 
 SHOWN_NAMES = 5
 """Names listed in an error before the rest is counted."""
+
+
+@define(eq=False)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        num_steps: Real steps of the first optimizer so far.
+    """
+
+    num_steps: int = 0
 
 
 @final
@@ -42,7 +55,7 @@ class Engine:
         models: The boosted models by name.
         optimizers: The boosted optimizers, in the order of the ``boost`` call.
         handles: Hooks on the models, to be removed at release.
-        num_steps: Real steps of the first optimizer so far.
+        progress: How far the run has come; outlives the engine, for observers of its end.
         shares: What the boosted loaders gave last.
         agreement: How ranks compare.
     """
@@ -64,7 +77,7 @@ class Engine:
         self.models = dict(models)
         self.optimizers: list[BoostedOptimizer] = []
         self.handles: list[RemovableHandle] = []
-        self.num_steps = 0
+        self.progress = Progress()
         self.shares = ShareBook(
             context.mesh.layout.data_degree,
             arrivals=context.arrivals,
@@ -74,6 +87,11 @@ class Engine:
         self._averages: list[tuple[int, Average]] = []
         self.agreement = agreement
         self._observers = observers
+
+    @property
+    def num_steps(self) -> int:
+        """Real steps of the first optimizer so far."""
+        return self.progress.num_steps
 
     def before_step(self) -> None:
         """Tell observers that a step is about to be taken."""
@@ -89,7 +107,7 @@ class Engine:
                 average.update()
         self._observers.after_step_taken(self.num_steps, metrics)
         if optimizer == 0:
-            self.num_steps += 1
+            self.progress.num_steps += 1
 
     def add_average(self, model: nn.Module, decay: float) -> Average:
         """Start a running average of a model; it is updated after real steps of the model's optimizers."""

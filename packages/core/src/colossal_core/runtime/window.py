@@ -29,6 +29,7 @@ rank, and the update skips it exactly as torch does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,16 @@ class Lane:
     disputed: list[str] = field(factory=list)
 
 
+@define(eq=False)
+class _Home:
+    """Where the gradient of one parameter goes; held by its window, and weakly by the hooks."""
+
+    window: GradientWindow
+    lane: Lane
+    index: int
+    touch: Touch
+
+
 class GradientWindow:
     """Collects gradients of one optimizer's parameters in flat buffers and reduces each once per window.
 
@@ -119,6 +130,7 @@ class GradientWindow:
         self._guards = guards
         self._handles: list[RemovableHandle] = []
         self._nodes: list[torch.autograd.graph.Node] = []
+        self._homes: list[_Home] = []
         self._lanes: list[Lane] = []
         self._holds = 0
 
@@ -156,6 +168,7 @@ class GradientWindow:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+        self._homes.clear()
 
     @property
     def after_each_backward(self) -> bool:
@@ -267,16 +280,27 @@ class GradientWindow:
         parameter = touch.slot.parameter
         # Not a hook on the tensor: that one runs in torch.autograd.grad too, where nothing is accumulated.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
+        # Python's collector does not look into hooks that run after accumulation: what they held, and what
+        # holds the parameter in turn, would never be freed.
+        home = _Home(self, lane, index, touch)
+        reference = weakref.ref(home)
 
         def before(_: object) -> None:
-            self._before_accumulation(lane, index, touch)
+            found = reference()
+            if found is not None:
+                found.window.before_accumulation(found.lane, found.index, found.touch)
 
-        after = Watch(lambda: self._after_accumulation(lane, index, touch))
+        def after() -> None:
+            found = reference()
+            if found is not None:
+                found.window.after_accumulation(found.lane, found.index, found.touch)
+
+        self._homes.append(home)
         self._nodes.append(node)
         self._handles.append(node.register_prehook(before))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(Watch(after)))
 
-    def _before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
+    def before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Put into ``p.grad`` what autograd shall add to: the view, or None so that it hands over its own."""
         self._arrivals.check(touch.slot.name)
         change = touch.changed_by_user()
@@ -291,7 +315,7 @@ class GradientWindow:
         adds_in_place = touch.is_live and as_it_is
         touch.slot.parameter.grad = touch.view if adds_in_place else None
 
-    def _after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
+    def after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
         """Move a new gradient into the buffer and launch what is complete."""
         touch.num_touches += 1
         if self._after_backward is not None and not self._awaits_end:
