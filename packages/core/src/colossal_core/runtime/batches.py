@@ -3,10 +3,15 @@
 The one idea: the loss of a global batch is a weighted mean of the ranks' losses, and the weight is whatever
 the rank's own mean was taken over: valid targets where the criterion ignores some, elements otherwise, or
 what the user says.
+
+# Note [Losses inside models] Models of the transformers library compute their loss from ``labels``, as the
+mean over those that are not -100, and take ``num_items_in_batch`` for the divisor. Causal ones predict the
+next token, so the first label of a row is never a target; the name of their ``loss_function`` tells.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import UsageError
 
-__all__ = ["Call", "Weight", "check_scalar", "loss_of", "loss_weight", "split_batch"]
+__all__ = ["Call", "Weight", "check_scalar", "loss_of", "loss_weight", "read_number", "split_batch"]
 
 Criterion = Callable[..., torch.Tensor]
 Weight = float | Callable[[Any], float] | None
@@ -109,10 +114,30 @@ def check_scalar(loss: object) -> None:
     )
 
 
-def loss_weight(batch: Any, call: Call, criterion: Criterion | None, weight: Weight) -> float | None:
+def read_number(value: object) -> float:
+    """Return a number, or a tensor of one element, as a float.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.detach())
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise UsageError(
+        f"mean got {what}, expected a number or a tensor of one element",
+        hint="call it for each number; booster.gather(tensor) puts rows of all ranks together",
+    )
+
+
+def loss_weight(
+    batch: Any, call: Call, criterion: Criterion | None, weight: Weight, model: nn.Module | None = None
+) -> float | None:
     """Return what a rank's loss weighs in the mean over the global batch.
 
-    The first that applies: the user's ``weight``; the number of targets that the criterion counts; the number
+    The first that applies: the user's ``weight``; the number of targets that the criterion counts; without a
+    criterion ``num_items_in_batch``, given or counted in the labels, where the model accepts it; the number
     of samples.
 
     Returns:
@@ -133,6 +158,8 @@ def loss_weight(batch: Any, call: Call, criterion: Criterion | None, weight: Wei
     if reduction == "sum":
         return None
     counted = _counted_targets(call.target, criterion)
+    if criterion is None and model is not None:
+        counted = _counted_labels(call.kwargs, model)
     return float(_batch_size(call)) if counted is None else counted
 
 
@@ -152,6 +179,26 @@ def _counted_targets(target: Any, criterion: Criterion | None) -> float | None:
     if class_weights is None:
         return float(valid.sum())
     return float(class_weights.to(target.device)[target[valid]].sum())
+
+
+def _counted_labels(kwargs: Mapping[str, Any], model: nn.Module) -> float | None:
+    """Return what the mean of a model's own loss divides by, or None; see Note [Losses inside models]."""
+    given = kwargs.get("num_items_in_batch")
+    if given is not None:
+        return float(given)
+    loss_function = getattr(model, "loss_function", None)
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "num_items_in_batch" not in parameters and not (takes_any and callable(loss_function)):
+        return None
+    labels = kwargs.get("labels")
+    if getattr(loss_function, "__name__", "") == "ForCausalLMLoss":
+        shifted = kwargs.get("shift_labels")
+        if isinstance(shifted, torch.Tensor):
+            labels = shifted
+        elif isinstance(labels, torch.Tensor):
+            labels = labels[..., 1:]
+    return float((labels != -100).sum()) if isinstance(labels, torch.Tensor) else None
 
 
 def _is_torch_loss(criterion: Criterion | None) -> bool:

@@ -27,7 +27,7 @@ from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.agreement import Agreement
-from colossal_core.runtime.batches import Weight, check_scalar
+from colossal_core.runtime.batches import Weight, check_scalar, read_number
 from colossal_core.runtime.boosting import build_engine
 from colossal_core.runtime.gathering import gather
 from colossal_core.runtime.launch import current_world, rendezvous_store
@@ -78,7 +78,7 @@ class Booster:
                 leaves open.
             precision: ``"fp32"`` unless the plan says otherwise; ``"fp64"``, ``"bf16"``, or the torch dtype.
             max_grad_norm: Clip the global gradient norm to this; None does not clip.
-            accumulate: Calls of ``optimizer.step()`` in a gradient window; 1 so far.
+            accumulate: Calls of ``optimizer.step()`` in a gradient window.
             data: Number of data ranks, or ``"auto"``: all that the other axes leave.
             keep_float32: Patterns of names of modules that stay in fp32 under a 16-bit precision.
             synchronise_batchnorm: Whether batch statistics are those of the global batch.
@@ -187,8 +187,8 @@ class Booster:
         """Run forward and backward on this rank's share of a batch.
 
         Gradients become those of the mean loss over the global batch, whatever the shares. The weight of a
-        share in that mean is, the first that applies: ``weight``; the targets that a torch loss counts; the
-        number of samples.
+        share in that mean is, the first that applies: ``weight``; targets that a torch loss counts, or
+        labels that count where the model accepts ``num_items_in_batch``; the number of samples.
 
         Args:
             model: A boosted model.
@@ -301,15 +301,15 @@ class Booster:
             yield
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """Return the weighted mean of a number over the ranks that bring different samples; collective.
+        """Return the weighted mean, a float, over the ranks that bring different samples; collective.
 
         Args:
-            value: This rank's number.
-            weight: Its weight, at least 0.
+            value: This rank's number, or tensor of one element.
+            weight: Its weight, at least 0. Stand-ins (see :meth:`gather`) count, unlike in :meth:`evaluate`.
         """
         engine = self._built("mean")
         axes = tuple(axis.name for axis in engine.context.mesh.layout.axes if axis.divides_batch)
-        pair = torch.tensor([float(value) * weight, weight], dtype=torch.float64, device=self.world.device)
+        pair = torch.tensor([read_number(value), 1.0], dtype=torch.float64, device=self.world.device) * weight
         group = engine.context.mesh.group(GroupSpec(axes))
         engine.context.collectives.all_reduce(pair, group, phase="metrics").wait()
         total, weights = pair.tolist()

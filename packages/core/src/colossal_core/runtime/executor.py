@@ -57,7 +57,7 @@ class PlainExecutor(AbstractExecutor):
             RankMismatchError: It is so on another rank.
         """
         self._agreement.begin_exchange()
-        call, share, weights = self._weigh(batch, criterion, weight)
+        call, share, weights = self._weigh(model, batch, criterion, weight)
         # Rows that the user gives no weight at all are in the global batch no more than a stand-in is.
         rows = self._context.row_weights
         with rows.set(0.0 if weight is not None and share == 0 else rows.value):
@@ -93,7 +93,7 @@ class PlainExecutor(AbstractExecutor):
         model.eval()
         try:
             with torch.no_grad():
-                call, share, weights = self._weigh(batch, criterion, None)
+                call, share, weights = self._weigh(model, batch, criterion, None)
                 outputs = model(*call.args, **call.kwargs)
                 loss = self._loss(outputs, call, criterion, needs_gradient=False)
                 counts = share != 0 and not self._stands_in
@@ -114,13 +114,13 @@ class PlainExecutor(AbstractExecutor):
     # --- the two messages ----------------------------------------------------------------------------------
 
     def _weigh(
-        self, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
+        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
     ) -> tuple[Call, float | None, tuple[torch.Tensor, Pending]]:
         """Read the batch and start to sum the weights of all ranks; NaN says that this rank cannot."""
         share: float | None = None
         try:
             call = split_batch(batch, self._context.mesh.device)
-            share = loss_weight(batch, call, criterion, weight)
+            share = loss_weight(batch, call, criterion, weight, model)
         except ColossalError as err:
             self._fail(err, num_messages=2)
             raise
