@@ -138,7 +138,7 @@ def gather_statistics(
         raise UsageError(
             f"module {name!r} would take batch statistics of {float(total):g} values per channel "
             f"over {wire.group.size} ranks, and needs more than one",
-            hint="use a larger batch, or evaluation mode",
+            hint="use a larger batch, drop_last=True in the loader, or evaluation mode",
         )
     mean = (means * counts).sum(0) / total
     squares = all_squares.sum(0) + ((means - mean).square() * counts).sum(0)

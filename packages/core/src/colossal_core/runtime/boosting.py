@@ -330,8 +330,9 @@ def _make_equal(context: Context, agreement: Agreement) -> None:
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         warnings.warn(
             f"ranks {different} were built with other values than rank 0; the values of rank 0 are used. "
-            "Call launch() before building the model to seed all ranks alike.",
-            stacklevel=5,
+            "Build models after launch(), which seeds all ranks alike, and before any boost(): from then on "
+            "random numbers depend on the rank's share of the batch.",
+            stacklevel=4,
         )
     everyone = context.mesh.everyone()
     for _, tensor in tensors:
