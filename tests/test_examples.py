@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import pty
 import re
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE = EXAMPLES / "train_gpt.py"
 COLOSSAL = Path(sys.executable).with_name("colossal")
 
 
@@ -56,6 +58,39 @@ def test_number_of_processes_does_not_change_the_numbers(tmp_path: Path) -> None
     losses = [read_losses(train(tmp_path, *arguments, nproc=nproc)) for nproc in (1, 2, 3)]
 
     assert losses[0] == losses[1] == losses[2]
+
+
+SHORT = {
+    "classify_digits.py": ("sklearn", ("--epochs", "1"), r"epoch 1: \d+ of 397 right, test loss \d\.\d+"),
+    "finetune_transformers.py": ("transformers", ("--steps", "3"), r"step 3: loss 2\.\d+, gradient norm"),
+    "gan_digits.py": ("sklearn", ("--epochs", "1"), r"epoch 1: distance -?\d+\.\d+"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", SHORT)
+def test_short_examples_run_on_two_processes(name: str, tmp_path: Path) -> None:
+    """They are what people copy first; where their library is missing, that is said."""
+    library, arguments, line = SHORT[name]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    command = [str(COLOSSAL), "run", "--nproc", "2", str(EXAMPLES / name), *arguments]
+
+    ended = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(line, ended.stdout), ended.stdout
+
+
+def test_every_example_is_run_and_named_in_the_readme() -> None:
+    """A new script cannot be forgotten."""
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+
+    assert scripts == {EXAMPLE.name, *SHORT}
+    assert all(f"(examples/{name})" in readme for name in scripts)
 
 
 def find_processes(marker: str) -> list[int]:
