@@ -49,7 +49,7 @@ def main() -> int:
         processor, passed = (statistics.median(column) for column in zip(*times, strict=True))
         is_within &= processor <= options.limit_ms
         print(
-            f"colossal {' '.join(arguments)}: median {processor:.0f} ms on a processor, {passed:.0f} ms passed, "
+            f"colossal {' '.join(arguments)}: median {processor:.0f} ms on a processor, {passed:.0f} passed, "
             f"{len(times)} runs"
         )
     print(f"limit {options.limit_ms:.0f} ms: {'kept' if is_within else 'exceeded'}")

@@ -17,6 +17,7 @@ from colossal_core.errors import UsageError
 from colossal_core.runtime import replicated
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
 
+from .small_models import Layers, adam_over_all
 from .stories import (
     Awkward,
     Story,
@@ -48,27 +49,6 @@ def check(story: Story, *, world_size: int = 2) -> None:
 # --- parameters that come and go -------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """Four layers in a row; a step may leave layers out."""
-
-    def __init__(self) -> None:
-        """Build it in fp64."""
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.second = nn.Linear(5, 5)
-        self.third = nn.Linear(5, 5)
-        self.last = nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: torch.Tensor, head: str = "a") -> torch.Tensor:
-        """Map ``[n, 5]`` to ``[n, 3]``; a letter of ``head`` leaves out a layer."""
-        for letter, layer in (("f", self.first), ("s", self.second), ("t", self.third)):
-            if letter not in head:
-                x = torch.tanh(layer(x))
-        outputs: torch.Tensor = self.last(x)
-        return outputs
-
-
 def half_frozen() -> nn.Module:
     """Freeze the first two layers."""
     model = Layers()
@@ -81,11 +61,6 @@ def adam_over_trainable(model: nn.Module) -> torch.optim.Optimizer:
     """Leave frozen layers out of the optimizer."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.Adam(trainable, lr=0.02, weight_decay=0.1)
-
-
-def adam_over_all(model: nn.Module) -> torch.optim.Optimizer:
-    """Hand frozen layers to the optimizer, too."""
-    return torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
 def play_branches(turn: Turn) -> None:
@@ -238,135 +213,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_model_of_one_element_trains() -> None:
     """A model with fewer elements than ranks is no special case."""
     check(Story(play=play_both_heads, build=Single, optimizer=adamw, max_grad_norm=0.3), world_size=3)
-
-
-# --- two models and two optimizers -----------------------------------------------------------------------
-
-
-def play_gan(rank: int | None, *, detaches: bool) -> list[dict[str, torch.Tensor]]:
-    """Train a generator against a discriminator, on this rank, or in one process for two ranks."""
-    torch.manual_seed(0)
-    generator: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).double()
-    discriminator: Any = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    first: Any = torch.optim.Adam(generator.parameters(), lr=0.02)
-    second: Any = torch.optim.SGD(discriminator.parameters(), lr=0.1, momentum=0.5)
-    if rank is not None:
-        with tiny_buffers():
-            booster = Booster(precision="fp64", max_grad_norm=0.5)
-            found = booster.boost(generator, discriminator, first, second)
-        generator, discriminator, first, second = found
-    ranks = [0, 1] if rank is None else [rank]
-    share = 1.0 / len(ranks)
-
-    def end_step(model: nn.Module, optimizer: Any) -> None:
-        if rank is None:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-
-    for step in range(5):
-        second.zero_grad()
-        for place in ranks:
-            fake = generator(batch_of(place, step, width=4))
-            real = batch_of(place, 50 + step)
-            (discriminator(real).sigmoid().log().mean() * -share).backward()
-            judged = discriminator(fake.detach() if detaches else fake)
-            ((1 - judged.sigmoid()).log().mean() * -share).backward()
-        end_step(discriminator, second)
-        first.zero_grad()
-        for place in ranks:
-            judged = discriminator(generator(batch_of(place, step, width=4)))
-            (judged.sigmoid().log().mean() * -share).backward()
-        end_step(generator, first)
-    return [dict(generator.state_dict()), dict(discriminator.state_dict())]
-
-
-def play_gan_here(*, detaches: bool) -> list[dict[str, torch.Tensor]]:
-    """Train on this rank of the pool."""
-    return play_gan(dist.get_rank(), detaches=detaches)
-
-
-@pytest.mark.parametrize("detaches", [True, False])
-def test_two_models_and_two_optimizers_do_not_disturb_each_other(detaches: bool) -> None:  # noqa: FBT001
-    """Gradients of one phase reach the other optimizer only as in torch, whatever has left already."""
-    results = run_ranks(play_gan_here, 2, detaches=detaches)
-
-    wanted = play_gan(None, detaches=detaches)
-    for result in results:
-        for found, reference in zip(result, wanted, strict=True):
-            for name, value in reference.items():
-                assert_close(found[name], value, name)
-
-
-def train_under_two_boosters() -> list[torch.Tensor]:
-    """Train two models of two Boosters through one loss."""
-    torch.manual_seed(0)
-    first: Any = nn.Linear(5, 5).double()
-    second: Any = nn.Linear(5, 2).double()
-    with tiny_buffers():
-        first, one = Booster(precision="fp64").boost(first, adam_over_all(first))
-        second, two = Booster(precision="fp64").boost(second, adam_over_all(second))
-    for step in range(3):
-        second(first(batch_of(dist.get_rank(), step))).square().mean().backward()
-        for optimizer in (one, two):
-            optimizer.step()
-            optimizer.zero_grad()
-    return [value.detach().clone() for model in (first, second) for value in model.parameters()]
-
-
-def test_two_boosters_live_side_by_side() -> None:
-    """Messages of one never meet those of the other."""
-    results = run_ranks(train_under_two_boosters, 2)
-
-    torch.manual_seed(0)
-    models = [nn.Linear(5, 5).double(), nn.Linear(5, 2).double()]
-    optimizers = [adam_over_all(model) for model in models]
-    for step in range(3):
-        for rank in range(2):
-            (models[1](models[0](batch_of(rank, step))).square().mean() / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    wanted = [value for model in models for value in model.parameters()]
-    for result in results:
-        for value, reference in zip(result, wanted, strict=True):
-            assert_close(value, reference, "weight")
-
-
-def train_compiled(when: str) -> list[torch.Tensor]:
-    """Train a model that was compiled before boost, after it, or given to it compiled."""
-    torch.manual_seed(0)
-    model: Any = Layers()
-    optimizer: Any = adam_over_all(model)
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    with tiny_buffers():
-        booster = Booster(precision="fp64")
-        given, optimizer = booster.boost(compiled if when == "given" else model, optimizer)
-    if when == "after":
-        given = torch.compile(model, backend="aot_eager")
-    for step in range(3):
-        chosen = compiled if when == "before" else given
-        chosen(batch_of(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [value.detach().clone() for value in model.parameters()]
-
-
-@pytest.mark.parametrize("when", ["before", "after", "given"])
-def test_compiled_models_train(when: str) -> None:
-    """Gradients of a compiled graph arrive at the same parameters, early or late."""
-    results = run_ranks(train_compiled, 2, when)
-
-    torch.manual_seed(0)
-    model = Layers()
-    optimizer = adam_over_all(model)
-    for step in range(3):
-        for rank in range(2):
-            (model(batch_of(rank, step)).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for result in results:
-        for value, reference in zip(result, model.parameters(), strict=True):
-            assert_close(value, reference, "weight")
 
 
 # --- lifetimes -------------------------------------------------------------------------------------------
