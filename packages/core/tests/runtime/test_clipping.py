@@ -297,21 +297,29 @@ def test_one_bad_element_on_one_rank_is_a_decision_of_all(value: float, nonfinit
             assert_close(result["weights"][name], parameter, name)
 
 
-def overflow_the_sum() -> str:
-    """Let each rank's fp32 gradient be finite and their sum infinite."""
+def sum_large_gradients(dtype: str) -> tuple[str, float]:
+    """Let each rank's gradient be finite, and the sum over ranks beyond the range of 32-bit exponents."""
     model = nn.Linear(3, 2)
-    model, optimizer = Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model.bias.grad = torch.full((2,), 3e38)
+    booster = Booster(precision=dtype)
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-30))
+    model.bias.grad = torch.full((2,), 3e38, dtype=model.bias.dtype)
     try:
         optimizer.step()
     except NonFiniteError as error:
-        return str(error)
-    return ""
+        return str(error), 0.0
+    return "", float(optimizer.grad_norm)
+
+
+def test_a_sum_beyond_the_range_of_fp32_is_no_overflow_when_the_mean_is_none() -> None:
+    """Gradients are divided when they arrive, so only the mean has to fit."""
+    for message, norm in run_ranks(sum_large_gradients, 2, "fp32"):
+        assert message == ""
+        assert norm == pytest.approx(3e38 * 2**0.5, rel=1e-6)
 
 
 def test_overflow_of_the_sum_is_found() -> None:
-    """Infinity may come from adding what is finite on every rank."""
-    for message in run_ranks(overflow_the_sum, 2):
+    """In 16 bit infinity may come from adding what is finite on every rank."""
+    for message, _ in run_ranks(sum_large_gradients, 2, "bf16"):
         assert "'bias'" in message
 
 

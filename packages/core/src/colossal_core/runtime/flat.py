@@ -182,6 +182,16 @@ class FlatBuffer:
         self.tail.zero_()
 
     @property
+    def early_divisor(self) -> int:
+        """What gradients are divided by when they arrive: all of it where that costs no digits."""
+        return self.kind.divisor if self.kind.dtype.itemsize > 2 else 1
+
+    @property
+    def late_divisor(self) -> int:
+        """What the sum is divided by in the update, which computes in fp32: all of it for 16-bit gradients."""
+        return self.kind.divisor // self.early_divisor
+
+    @property
     def message_numel(self) -> int:
         """Elements of the gradient buffer with its flags and notes."""
         return self.numel + len(self.slots) + self.num_notes

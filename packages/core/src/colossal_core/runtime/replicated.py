@@ -136,8 +136,10 @@ class ReplicatedManager(AbstractMemoryManager):
             position = {entry.key: index for index, entry in enumerate(self._context.table)}
             ordered = sorted(owned.touches, key=lambda touch: position[touch.slot.entry.key])
             owned.sums = shared_sums(ordered, self._context.mesh, owned.channel)
-            for touch in ordered:
-                touch.shares = shares_of(touch.slot.entry, self._context.mesh.layout, self._context.mesh.rank)
+            layout, rank = self._context.mesh.layout, self._context.mesh.rank
+            for buffer, touches in owned.window.touches:
+                for touch in touches:
+                    touch.shares = shares_of(touch.slot.entry, layout, rank, buffer.late_divisor)
             owned.pieces = None
         if owned.driver is None:
             owned.driver = SegmentedOptimizer(owned.user, owned.ranges)
@@ -216,19 +218,20 @@ class ReplicatedManager(AbstractMemoryManager):
                 shared.run(self._context.collectives)
             owned.is_summed = True
         if owned.window.after_each_backward:
-            self._divide(owned)
+            self._show_averages(owned)
         return self._norm(owned, norm_type)
 
     def _norm(self, owned: _Owned, norm_type: float) -> float:
         """Return the norm of reduced gradients."""
         if owned.pieces is None:
             table, rank = self._context.table, self._context.mesh.rank
-            owned.pieces = norm_pieces(table, self._gradient_places(owned), rank)
-        pieces = owned.pieces
-        if owned.is_averaged:
-            pieces = [evolve(piece, scale=1.0) for piece in pieces]
+            pieces = norm_pieces(table, self._gradient_places(owned), rank)
+            # Gradients that were divided when they arrived are averages already.
+            owned.pieces = [
+                evolve(piece, scale=1.0) if piece.tensor.dtype.itemsize > 2 else piece for piece in pieces
+            ]
         everyone = self._context.mesh.everyone()
-        norm = gradient_norm(pieces, everyone, self._context.collectives, norm_type=norm_type)
+        norm = gradient_norm(owned.pieces, everyone, self._context.collectives, norm_type=norm_type)
         return norm / owned.window.loss_scale
 
     def _average(self, optimizer: int) -> None:
@@ -237,11 +240,9 @@ class ReplicatedManager(AbstractMemoryManager):
         owned.is_averaged = False
         self.finish(optimizer)
 
-    def _divide(self, owned: _Owned) -> None:
-        """Turn sums into averages in place, show them, and open the window for the next backward."""
-        for buffer in owned.buffers:
-            if buffer.kind.divisor != 1:
-                buffer.gradients[: buffer.numel].div_(buffer.kind.divisor)
+    @staticmethod
+    def _show_averages(owned: _Owned) -> None:
+        """Show what a backward has left, and open the window for the next one."""
         owned.window.open_next()
         owned.window.show(gradients=True, scale=_factor(1.0))
         owned.is_averaged, owned.is_summed = True, False
@@ -253,7 +254,7 @@ class ReplicatedManager(AbstractMemoryManager):
         scale /= owned.window.loss_scale
         self._take_edits(owned)
         if owned.driver is not None:
-            owned.driver.step(self._factor(owned, scale), live.__contains__)
+            owned.driver.step(_factor(scale), live.__contains__)
         for held in owned.ranges:
             held.buffer.note_versions()
         self._close_window(owned, scale, updated=True)
@@ -266,7 +267,7 @@ class ReplicatedManager(AbstractMemoryManager):
     def _close_window(self, owned: _Owned, scale: float, *, updated: bool) -> None:
         """Open the next window; in fp32 and fp64 ``p.grad`` then shows the averaged, clipped gradient."""
         shows = updated and all(not held.keeps_master for held in owned.ranges)
-        factor = self._factor(owned, scale)
+        factor = _factor(scale)
         owned.window.open_next()
         owned.window.show(gradients=shows, scale=factor)
         owned.is_summed = False
@@ -352,7 +353,7 @@ class ReplicatedManager(AbstractMemoryManager):
         """Show averages in fp32 at least; edits go back into the buffers."""
         owned = self._owned[optimizer]
         self.finish(optimizer)
-        factor = self._factor(owned, 1.0 / owned.window.loss_scale)
+        factor = _factor(1.0 / owned.window.loss_scale)
         scales = {touch: factor(buffer) for buffer, touches in owned.window.touches for touch in touches}
         live = [touch for touch in scales if touch.is_live]
         wide = [touch.view.to(torch.promote_types(touch.view.dtype, torch.float32)) for touch in live]
@@ -363,11 +364,6 @@ class ReplicatedManager(AbstractMemoryManager):
         with torch.no_grad():
             for touch in live:
                 touch.view.copy_(shown[touch.slot.parameter] / scales[touch])
-
-    @staticmethod
-    def _factor(owned: _Owned, scale: float) -> Callable[[FlatBuffer], float]:
-        """Return the function that tells by what a buffer's gradients are multiplied before the update."""
-        return (lambda _: scale) if owned.is_averaged else _factor(scale)
 
     @staticmethod
     def _take_edits(owned: _Owned) -> None:
@@ -387,7 +383,7 @@ class ReplicatedManager(AbstractMemoryManager):
 
 def _factor(scale: float) -> Callable[[FlatBuffer], float]:
     """Return the function that tells by what a buffer's summed gradients are multiplied."""
-    return lambda buffer: scale / buffer.kind.divisor
+    return lambda buffer: scale / buffer.late_divisor
 
 
 def _narrow(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

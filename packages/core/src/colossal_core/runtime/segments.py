@@ -189,7 +189,7 @@ class SegmentedOptimizer:
         """Update every segment whose parameters had a gradient.
 
         Args:
-            scale: Factor of a buffer's gradients: 1 / divisor, times clipping, over the loss scale.
+            scale: Factor of a buffer's gradients: clipping, over what they still have to be divided by.
             is_live: Whether a parameter had a gradient on any rank.
         """
         self._split_by_history(is_live)
@@ -199,7 +199,9 @@ class SegmentedOptimizer:
         held = 0
         for segment in live:
             batch.append(segment)
-            held += segment.numel
+            # Only gradients that are cast or scaled on the way need to stay in the cache until the update.
+            is_touched = segment.owned.keeps_master or scale(segment.owned.buffer) != 1.0
+            held += segment.numel if is_touched else 0
             if self.is_flat and held >= _chunk_numel(segment.leaf.device):
                 self._update(batch, scale)
                 batch, held = [], 0

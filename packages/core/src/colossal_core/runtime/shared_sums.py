@@ -79,16 +79,24 @@ def shared_sums(touches: Sequence[Touch], mesh: Mesh, channel: str = GRADIENTS) 
     ]
 
 
-def shares_of(entry: Entry, layout: MeshLayout, rank: int) -> tuple[tuple[tuple[slice, ...], float], ...]:
+def shares_of(
+    entry: Entry, layout: MeshLayout, rank: int, divisor: int
+) -> tuple[tuple[tuple[slice, ...], float], ...]:
     """Return by what a whole gradient is multiplied, box by box, so that what ranks then sum is it again.
 
     A gradient that was reduced in an earlier window is whole on each rank. It goes through the sums once more
     when the user does not clear it: over ``reduce``, whose size need not be the divisor, and ``sum_over``.
 
+    Args:
+        entry: The parameter.
+        layout: Axes of the run.
+        rank: This rank.
+        divisor: What the sum will be divided by.
+
     Returns:
         Boxes of the local tensor with their factor; those that stay as they are are left out.
     """
-    ratio = entry.divisor / len(layout.members(entry.reduce, rank))
+    ratio = divisor / len(layout.members(entry.reduce, rank))
     found = [
         (Box(part.local, part.box.size).slices, ratio / len(layout.members(part.sum_over, rank)))
         for part in entry.parts

@@ -44,6 +44,7 @@ class Touch:
         late_change: What the user did to ``p.grad`` after the buffer had left.
         shares: Boxes of the gradient, and by what a whole one is multiplied there to be this rank's share of
             the sum over all ranks that is divided afterwards; empty when it is one already.
+        divisor: What gradients are divided by when they arrive.
         num_touches: How often backward delivered a gradient in this window.
         num_predicted: How often it did in the previous one; None before the first.
     """
@@ -59,13 +60,14 @@ class Touch:
     late: torch.Tensor | None = None
     late_change: Change | None = None
     shares: tuple[tuple[tuple[slice, ...], float], ...] = ()
+    divisor: int = 1
     num_touches: int = 0
     num_predicted: int | None = None
 
     @classmethod
-    def of(cls, slot: Slot, view: torch.Tensor) -> Touch:
+    def of(cls, slot: Slot, view: torch.Tensor, divisor: int) -> Touch:
         """Return the record of an untouched slot."""
-        return cls(slot, view, GradientGuard(slot.parameter, slot.name))
+        return cls(slot, view, GradientGuard(slot.parameter, slot.name), divisor=divisor)
 
     @property
     def is_withdrawn(self) -> bool:
@@ -127,9 +129,7 @@ class Touch:
         if gradient is self.view:
             return
         if not self.is_live:
-            self.copy_from(gradient)
-            if factor != 1.0:
-                self.view.mul_(factor)
+            self.copy_from(gradient, factor)
         elif self.is_narrow:
             if self.wide is None:
                 self.wide = self.view.float()
@@ -197,8 +197,12 @@ class Touch:
         self.is_live = keeps or self.late is not None
         self.late, self.late_change = None, None
 
-    def copy_from(self, gradient: torch.Tensor) -> None:
+    def copy_from(self, gradient: torch.Tensor, factor: float = 1.0) -> None:
         """Copy a gradient into the buffer.
+
+        Args:
+            gradient: The gradient, strided.
+            factor: What it is multiplied by on the way.
 
         Raises:
             UsageError: It is sparse.
@@ -209,7 +213,12 @@ class Touch:
                 hint="build the embedding with sparse=False",
             )
         with torch.no_grad():
-            self.view.copy_(gradient)
+            if factor == 1.0:
+                self.view.copy_(gradient)
+            elif gradient.dtype == self.view.dtype and gradient.device == self.view.device:
+                torch.mul(gradient, factor, out=self.view)
+            else:
+                self.view.copy_(gradient).mul_(factor)
 
     def show_view(self) -> None:
         """Let ``p.grad`` show the buffer."""

@@ -143,7 +143,8 @@ class GradientWindow:
                 notes for each.
         """
         records = [
-            [Touch.of(slot, buffer.gradient_view(slot)) for slot in buffer.slots] for buffer in buffers
+            [Touch.of(slot, buffer.gradient_view(slot), buffer.early_divisor) for slot in buffer.slots]
+            for buffer in buffers
         ]
         lane = Lane(group, buffers, records)
         waits_for_others = self._guards or self._after_backward is not None
@@ -311,7 +312,7 @@ class GradientWindow:
         touch.take_over(change)
         touch.settle(self._window_scale())
         # Autograd may add in place only where nothing has to be done to the gradient on its way.
-        as_it_is = not touch.is_narrow and self._factor() == 1.0 and not torch.is_grad_enabled()
+        as_it_is = not touch.is_narrow and self._factor(touch) == 1.0 and not torch.is_grad_enabled()
         adds_in_place = touch.is_live and as_it_is
         touch.slot.parameter.grad = touch.view if adds_in_place else None
 
@@ -323,7 +324,7 @@ class GradientWindow:
             at_end_of_backward(self._end_backward)
         gradient = touch.slot.parameter.grad
         has_left = index < lane.next
-        counts = self._factor() != 0.0
+        counts = self._arrivals.weight != 0.0
         if counts and (has_left or lane.is_reduced):
             lane.stale.add(index)
         if not counts:  # of a sample that stands in for an empty share: as if this rank had not run backward
@@ -334,10 +335,10 @@ class GradientWindow:
             else:
                 touch.take_over("cleared")
         elif has_left:
-            touch.add_late(gradient.detach(), self._factor())
+            touch.add_late(gradient.detach(), self._factor(touch))
             touch.show_guard()
         else:
-            touch.add(gradient, self._factor())
+            touch.add(gradient, self._factor(touch))
             if self._guards:
                 touch.show_guard()
             else:
@@ -478,9 +479,9 @@ class GradientWindow:
             self._scale = self._arrivals.scale
         return self._scale
 
-    def _factor(self) -> float:
+    def _factor(self, touch: Touch) -> float:
         """Return what a gradient that arrives now is multiplied by to fit the others of this window."""
-        return self._arrivals.weight * (self._window_scale() / self._arrivals.scale)
+        return self._arrivals.weight * (self._window_scale() / self._arrivals.scale) / touch.divisor
 
     # --- bookkeeping ----------------------------------------------------------------------------------------
 
