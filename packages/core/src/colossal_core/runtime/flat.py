@@ -188,7 +188,7 @@ class FlatBuffer:
 
     @property
     def late_divisor(self) -> int:
-        """What the sum is divided by in the update, which computes in fp32: all of it for 16-bit gradients."""
+        """What sums are divided by in the update, which computes in fp32: all of it for 16-bit gradients."""
         return self.kind.divisor // self.early_divisor
 
     @property

@@ -49,7 +49,7 @@ class StrategyContract(Contract, is_contract=True):
     registry: ClassVar[Callable[[], Registry] | None] = None
     settings: ClassVar[Mapping[str, object]] = {}
     refusals: ClassVar[Mapping[str, str]] = {}
-    adapt: ClassVar[Callable[[Workload], Workload] | None] = None
+    adapt: ClassVar[staticmethod[[Workload], Workload] | None] = None
 
     @abstractmethod
     def make_piece(self) -> object:
