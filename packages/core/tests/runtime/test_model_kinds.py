@@ -197,6 +197,8 @@ def test_parameters_in_any_memory_layout_train() -> None:
     storage = torch.randn(40, dtype=torch.float64)
 
     class Odd(nn.Module):
+        """Parameters that lie in memory otherwise than row by row."""
+
         def __init__(self) -> None:
             super().__init__()
             self.turned = nn.Parameter(torch.randn(4, 5, dtype=torch.float64).t())
@@ -205,6 +207,7 @@ def test_parameters_in_any_memory_layout_train() -> None:
             self.convolution = nn.Parameter(convolution.contiguous(memory_format=torch.channels_last))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Use all of them."""
             hidden = x @ self.turned + self.slice
             return hidden * self.convolution.flatten(1).sum(1)
 

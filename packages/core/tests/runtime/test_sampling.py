@@ -349,6 +349,8 @@ def test_subclass_that_iterates_otherwise_is_run_as_it_is() -> None:
     """Only what torch's own sampler does may be replaced."""
 
     class Reversed(SequentialSampler):
+        """Goes backwards."""
+
         def __iter__(self) -> Iterator[int]:
             return iter(reversed(range(len(self))))
 
