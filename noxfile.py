@@ -155,9 +155,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("codespell", *(["--write-changes"] if fix else []), *PROSE)
-    session.run(
-        "interrogate", "--quiet", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples"
-    )
+    session.run("interrogate", *SOURCES, *[f"packages/{member}/tests" for member in MEMBERS], "examples")
     session.run(
         "validate-pyproject",
         *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/pyproject.toml")),
