@@ -1,0 +1,100 @@
+"""Writing one safetensors file of a checkpoint: streamed, with checksums, on the disk when it returns."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from colossal_core.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from colossal_core.checkpoint.safetensors_format import encode_header
+from colossal_core.errors import CheckpointError
+
+__all__ = ["sync_directory", "write_tensors", "write_text"]
+
+Buffer = bytes | bytearray | memoryview
+
+Span = tuple[int, tuple[int, ...]]
+"""First byte of a tensor in its file, and the checksum of each block."""
+
+
+def write_tensors(
+    path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], contents: Iterable[Iterable[Buffer]]
+) -> tuple[FileRecord, list[Span]]:
+    """Write a new file.
+
+    Args:
+        path: The file; it must not exist yet.
+        entries: ``(name, dtype, shape)`` of each tensor, in the order in which they lie.
+        contents: For each of them its bytes, in blocks of :data:`BLOCK_BYTES` but for the last.
+
+    Returns:
+        What the manifest says of the file, and of each tensor in it.
+
+    Raises:
+        CheckpointError: The disk is full, or refuses otherwise; what was written of the file is removed.
+    """
+    header = encode_header(entries, metadata={"format": "pt"})
+    spans: list[Span] = []
+    name = "the header"
+    try:
+        with path.open("xb", buffering=0) as file:
+            _write_all(file.fileno(), header.raw)
+            for (name, _, _), blocks in zip(entries, contents, strict=True):
+                checksums = []
+                for block in blocks:
+                    checksums.append(zlib.crc32(block))
+                    _write_all(file.fileno(), block)
+                spans.append((header.tensors[name].start, tuple(checksums)))
+            os.fsync(file.fileno())
+    except OSError as err:
+        path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {name!r} to {path}: {err.strerror or err} ({header.file_bytes} bytes in all)",
+            hint="free space or choose another directory; earlier checkpoints are as they were",
+        ) from err
+    record = FileRecord(
+        num_bytes=header.file_bytes, header_bytes=header.num_bytes, checksum=zlib.crc32(header.raw)
+    )
+    return record, spans
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace a small file so that readers see the old or the new text, never a part.
+
+    Raises:
+        CheckpointError: The disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as err:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {path}: {err.strerror or err}",
+            hint="free space or choose another directory; earlier checkpoints are as they were",
+        ) from err
+
+
+def sync_directory(path: Path) -> None:
+    """Let new names in a directory survive a power failure, where the system can."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: Buffer) -> None:
+    """Write all bytes; one call of the system may write fewer."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(handle, view[: 64 * BLOCK_BYTES]) :]
