@@ -1,23 +1,25 @@
-"""Guards: what is not the averaged gradient yet reads as NaN and cannot be written."""
+"""Guards: what is not the averaged gradient yet has its form, and can be neither read nor written."""
 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossal_core import Booster
+from colossal_core import Booster, UsageError
 from colossal_core.runtime.guards import GradientGuard
-from colossal_testkit import run_ranks, run_ranks_expecting_errors
+from colossal_testkit import run_ranks
 
 from .stories import Awkward, batch_of, sgd, tiny_buffers
 
 
-def start(precision: str = "fp64") -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(precision: str = "fp64") -> tuple[nn.Module, Any]:
     """Boost the awkward model and run one backward on this rank's batch."""
     torch.manual_seed(0)
     model: nn.Module = Awkward().to(torch.float64 if precision == "fp64" else torch.float32)
@@ -34,21 +36,29 @@ def run_backward(model: nn.Module, step: int = 0) -> None:
     model(batch_of(rank, step).to(dtype)).square().mean().backward()
 
 
-def shown(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a copy of what ``p.grad`` shows."""
-    return {
-        name: None if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
+def shown(model: nn.Module) -> dict[str, torch.Tensor | str | None]:
+    """Return a copy of what ``p.grad`` shows, or the message of what forbids that."""
+    found: dict[str, torch.Tensor | str | None] = {}
+    for name, parameter in model.named_parameters():
+        try:
+            found[name] = None if parameter.grad is None else parameter.grad.clone()
+        except UsageError as error:
+            found[name] = str(error)
+    return found
 
 
 # --- before the step -------------------------------------------------------------------------------------
 
 
-def read_before_step(precision: str) -> list[dict[str, torch.Tensor | None]]:
+def read_before_step(precision: str) -> list[dict[str, Any]]:
     """Read gradients in the first window, and in the second, whose buffers leave during backward."""
     model, optimizer = start(precision)
     first = shown(model)
+    forms = {
+        name: (parameter.grad.shape, parameter.grad.dtype == parameter.dtype, parameter.grad.device.type)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     optimizer.step()
     optimizer.zero_grad()
     run_backward(model, 1)
@@ -56,33 +66,25 @@ def read_before_step(precision: str) -> list[dict[str, torch.Tensor | None]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = model(batch_of(dist.get_rank(), 2).to(parameters[0].dtype)).square().mean()
     torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [first, second, shown(model)]
+    return [forms, first, second, shown(model)]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_unreduced_gradients_read_as_nan_in_their_shape(precision: str) -> None:
-    """Before ``step()`` on two ranks each gradient is NaN, also after autograd was asked for gradients."""
+def test_unreduced_gradients_have_their_form_and_cannot_be_read(precision: str) -> None:
+    """Before ``step()`` on two ranks, also after autograd was asked for gradients."""
     results = run_ranks(read_before_step, 2, precision)
 
     touched = {"trunk.weight", "trunk.bias", "norm.weight", "norm.bias", "head_a.weight", "head_a.bias"}
     touched |= {"scale", "shift", "nothing"}
     shapes = {name: parameter.shape for name, parameter in Awkward().named_parameters()}
-    for gradients in (gradients for result in results for gradients in result):
-        assert {name for name, gradient in gradients.items() if gradient is not None} == touched
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                assert gradient.shape == shapes[name]
-                assert gradient.isnan().all(), name
+    for forms, *readings in results:
+        assert forms == {name: (shapes[name], True, "cpu") for name in touched}
+        for gradients in readings:
+            assert {name for name, gradient in gradients.items() if gradient is not None} == touched
+            assert all(f"the gradient of {name!r}" in gradients[name] for name in touched)
 
 
-def write_before_step(write: Callable[[nn.Module, torch.optim.Optimizer], object]) -> str:
-    """Write gradients before the step; return what torch says."""
-    model, optimizer = start("fp32")
-    try:
-        write(model, optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return "went through"
+Write = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 
 def clip_norm(model: nn.Module, _: torch.optim.Optimizer) -> None:
@@ -95,11 +97,46 @@ def clip_value(model: nn.Module, _: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.1)
 
 
+def read_norm(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Ask torch for the norm."""
+    nn.utils.get_total_norm([value.grad for value in model.parameters() if value.grad is not None])
+
+
+def gradient_of(model: nn.Module, name: str = "trunk.weight") -> torch.Tensor:
+    """Return what one ``p.grad`` shows."""
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    return gradient
+
+
 def scale_in_place(model: nn.Module, _: torch.optim.Optimizer) -> None:
     """Multiply one gradient."""
-    gradient = model.get_parameter("trunk.weight").grad
-    assert gradient is not None
-    gradient.mul_(0.5)
+    gradient_of(model).mul_(0.5)
+
+
+def scale_one_element(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Multiply the gradient of a one-element parameter."""
+    gradient_of(model, "shift").mul_(0.5)
+
+
+def print_numbers(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Bring a gradient to the host."""
+    gradient_of(model).tolist()
+
+
+def reduce_by_hand(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Sum a gradient over the ranks, as loops without DDP do."""
+    dist.all_reduce(gradient_of(model))
+
+
+def reduce_data(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Do so below autograd."""
+    dist.all_reduce(gradient_of(model).data)
+
+
+def broadcast_by_hand(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Send a gradient to the other ranks."""
+    dist.broadcast(gradient_of(model), 0)
 
 
 def unscale(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -109,39 +146,94 @@ def unscale(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.unscale_(optimizer)
 
 
-@pytest.mark.parametrize("write", [clip_norm, clip_value, scale_in_place, unscale])
-def test_writes_to_unreduced_gradients_raise_at_their_line(
-    write: Callable[[nn.Module, torch.optim.Optimizer], object],
-) -> None:
-    """Clipping, unscaling and scaling by hand fail instead of changing nothing."""
-    results = run_ranks(write_before_step, 2, write)
+USES: dict[Write, str] = {
+    clip_norm: "max_grad_norm",
+    clip_value: "max_grad_norm",
+    read_norm: "booster.full_gradients",
+    scale_in_place: "Replicated(reduce='backward')",
+    scale_one_element: "booster.full_gradients",
+    print_numbers: "booster.full_gradients",
+    reduce_by_hand: "drop this collective",
+    reduce_data: "drop this collective",
+    broadcast_by_hand: "drop this collective",
+    unscale: "precision='fp16'",
+}
+"""What people do to gradients, and what the message names instead."""
 
-    for message in results:
-        assert "single memory location" in message, message
 
-
-def write_one_element() -> None:
-    """Change the gradient of a one-element parameter, which torch lets through, and step."""
-    model, optimizer = start()
-    gradient = model.get_parameter("shift").grad
-    assert gradient is not None
-    gradient.mul_(0.5)
+def use_before_step() -> list[str]:
+    """Use gradients before the step in every way, and take the step; return the messages."""
+    model, optimizer = start("fp32")
+    messages = []
+    for use in USES:
+        try:
+            use(model, optimizer)
+        except UsageError as error:
+            messages.append(str(error))
+        else:
+            messages.append("went through")
     optimizer.step()
+    return [*messages, f"{float(optimizer.grad_norm):.6f}"]
 
 
-def test_write_that_torch_lets_through_is_an_error_in_the_step() -> None:
-    """A one-element guard can be written; the step names the parameter and what to use instead."""
-    errors = run_ranks_expecting_errors(write_one_element, 2)
+def test_uses_of_unreduced_gradients_raise_at_their_line() -> None:
+    """Clipping, unscaling, reading and collectives fail with what replaces them, and harm nothing."""
+    results = run_ranks(use_before_step, 2)
 
-    for error in errors:
-        assert "'shift' was written before it was reduced" in error.message
-        assert "max_grad_norm" in error.hint
+    for *messages, norm in results:
+        for (use, hint), message in zip(USES.items(), messages, strict=True):
+            assert "is not reduced over the ranks before optimizer.step()" in message, use
+            assert hint in message, use
+        assert norm == results[0][-1]
+
+
+def zero_before_step(how: str) -> list[torch.Tensor]:
+    """Zero gradients in place between two backward passes, in one of the ways that loops have."""
+    torch.manual_seed(0)
+    model: Any = Awkward()
+    with tiny_buffers():
+        model, optimizer = Booster(precision="fp64").boost(model, sgd(model))
+    for step in range(3):
+        run_backward(model, 10 + step)
+        if how == "zero_grad":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "model":
+            model.zero_grad(set_to_none=False)
+        for parameter in model.parameters():
+            if parameter.grad is not None and how == "data":
+                parameter.grad.data.zero_()
+            elif parameter.grad is not None and how == "zeros":
+                parameter.grad = torch.zeros_like(parameter.grad)
+            elif parameter.grad is not None and how == "fill":
+                parameter.grad.detach_().fill_(0.0)
+        run_backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "model", "data", "zeros", "fill"])
+def test_zeroing_unreduced_gradients_clears_them(how: str) -> None:
+    """Each way of zeroing in place drops what was there, also through ``.data``, as in torch."""
+    results = run_ranks(zero_before_step, 2, how)
+
+    torch.manual_seed(0)
+    model = Awkward()
+    optimizer = sgd(model)
+    for step in range(3):
+        for rank in range(2):
+            (model(batch_of(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in results:
+        for value, wanted in zip(weights, model.parameters(), strict=True):
+            assert torch.allclose(value, wanted, rtol=1e-10, atol=1e-10)
 
 
 # --- after the step --------------------------------------------------------------------------------------
 
 
-def read_after_step(precision: str) -> list[dict[str, torch.Tensor | None]]:
+def read_after_step(precision: str) -> list[dict[str, Any]]:
     """Return what gradients show after a step, and after clearing them."""
     model, optimizer = start(precision)
     optimizer.step()
@@ -175,7 +267,7 @@ def test_gradients_stay_guarded_after_a_bf16_step() -> None:
     results = run_ranks(read_after_step, 2, "bf16")
 
     for stepped, cleared in results:
-        assert all(gradient is None or gradient.isnan().all() for gradient in stepped.values())
+        assert all(gradient is None or isinstance(gradient, str) for gradient in stepped.values())
         assert stepped["trunk.weight"] is not None
         assert all(gradient is None for gradient in cleared.values())
 
@@ -235,26 +327,33 @@ def test_grad_scaler_is_honoured_on_a_lone_rank() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (0, 3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_guard_looks_like_a_gradient_and_holds_one_element(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """Shape and dtype are the parameter's, values are NaN, and memory is one element whatever the shape."""
-    guard = GradientGuard(nn.Parameter(torch.zeros(shape, dtype=dtype)), "name")
+def test_guard_has_the_form_of_a_gradient_and_no_memory(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Shape, dtype and device are the parameter's; what needs no numbers works, the rest is refused."""
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = guard = GradientGuard(parameter, "name").tensor
 
-    assert guard.tensor.shape == shape
-    assert guard.tensor.dtype == dtype
-    assert guard.tensor.isnan().all()
-    assert guard.tensor.untyped_storage().nbytes() == dtype.itemsize
-    assert not guard.was_zeroed()
+    assert parameter.grad is guard
+    assert (guard.shape, guard.dtype, guard.device) == (shape, dtype, parameter.device)
+    assert guard.data_ptr() == 0
+    assert "gradient of 'name', not reduced yet" in repr(guard)
+    assert guard.to(parameter.device) is guard
+    assert torch.zeros_like(guard).shape == shape
+    for use in (guard.isnan, guard.sum, guard.clone, guard.numpy, lambda: guard + 1, lambda: guard.fill_(1)):
+        with pytest.raises(UsageError, match="the gradient of 'name'"):
+            use()
+    with pytest.raises(UsageError, match="pickle"):
+        pickle.dumps(guard)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 5)])
 def test_guard_notices_zeroing_once(shape: tuple[int, ...]) -> None:
-    """``zero_`` goes through in torch, counts as clearing, and the guard reads NaN again."""
+    """Zeroing counts as clearing, until the guard was asked."""
     guard = GradientGuard(nn.Parameter(torch.zeros(shape)), "name")
+    assert not guard.was_zeroed()
 
     guard.tensor.zero_()
 
     assert guard.was_zeroed()
     assert not guard.was_zeroed()
-    assert guard.tensor.isnan().all()
+    assert guard.is_shown_by(guard.tensor.detach())
+    assert not guard.is_shown_by(torch.zeros(shape))

@@ -81,7 +81,7 @@ class Touch:
             return None if self.shown == "nothing" else "cleared"
         if gradient is self.view:
             return None
-        if gradient is self.guard.tensor:
+        if self.guard.is_shown_by(gradient):
             return "zeroed" if self.guard.was_zeroed() else None
         return "assigned"
 
