@@ -83,28 +83,30 @@ class BlockReader:
             os.close(handle)
         self._handles.clear()
 
-    def read(self, name: str, tensor: TensorRecord, wanted: Box) -> Iterator[Block]:
-        """Yield the blocks that hold elements of a box, each once.
+    def read(self, name: str, tensor: TensorRecord, wanted: Sequence[Box]) -> Iterator[Block]:
+        """Yield the blocks that hold elements of some boxes, each once.
 
         Args:
             name: Name of the tensor, for messages.
             tensor: The tensor.
-            wanted: The box in its index space.
+            wanted: The boxes in its index space.
 
         Raises:
             CheckpointError: A file is missing or cut short, or a block is damaged; names file and tensor.
         """
         for piece in tensor.pieces:
-            common = piece.box.intersect(wanted)
-            if common is None:
-                continue
-            inside = common.shifted([-start for start in piece.box.offset])
-            for index in _blocks_of(piece.box.size, inside, tensor.item_bytes):
+            back = [-start for start in piece.box.offset]
+            common = [piece.box.intersect(box) for box in wanted]
+            inside = [box.shifted(back) for box in common if box is not None]
+            needed = {
+                index for box in inside for index in _blocks_of(piece.box.size, box, tensor.item_bytes)
+            }
+            for index in sorted(needed):
                 yield self._read_block(name, tensor, piece, index)
 
     def read_all(self, name: str, tensor: TensorRecord) -> Iterator[Block]:
         """Yield all blocks of a tensor, piece by piece; a tensor without elements has none."""
-        yield from self.read(name, tensor, Box((0,) * len(tensor.shape), tensor.shape))
+        yield from self.read(name, tensor, [Box((0,) * len(tensor.shape), tensor.shape)])
 
     def open(self, file: str) -> int:
         """Return a handle of a file whose size and header are those of the manifest.
