@@ -78,9 +78,30 @@ class AbstractMemoryManager(ABC):
     def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the optimizer's state by parameter, in full shapes; may communicate, on every rank."""
 
+    def counters(self, optimizer: int) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+        """Return the optimizer's states that are not shaped like their parameter: step counts, factors.
+
+        By parameter, for those of which this rank updates some; equal on all ranks that do. States that are
+        shaped like their parameter are among :meth:`places`. The default takes them out of :meth:`state`;
+        called on every rank.
+        """
+        from colossal_core.runtime.segments import is_like
+
+        return {
+            parameter: {name: value for name, value in state.items() if not is_like(name, value, parameter)}
+            for parameter, state in self.state(optimizer).items()
+        }
+
     @abstractmethod
     def load_state(self, optimizer: int, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Replace the optimizer's state; the inverse of :meth:`state`."""
+        """Replace the optimizer's state; the inverse of :meth:`state`.
+
+        Args:
+            optimizer: Which one.
+            state: State by parameter, in full shapes. A :class:`~colossal_core.runtime.segments.Blank` in
+                place of a tensor stands for one that is allocated as zeros, for the caller to fill through
+                :meth:`places`.
+        """
 
     @abstractmethod
     def detach(self) -> None:

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 import torch
+from attrs import evolve
 
 from colossal_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from colossal_core.runtime.table import Key, Place
+    from colossal_core.runtime.table import Place
 
 __all__ = ["Average"]
 
@@ -49,16 +50,17 @@ class Average:
         self.decay = decay
         self.num_updates = 0
         masters = {(place.key, place.start): place for place in places if place.state == "master"}
-        self._keys: list[Key] = []
+        self._places: list[Place] = []
         self._values: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._averages: list[torch.Tensor] = []
         for place in places:
             if place.state != "value" or not place.tensor.is_floating_point():
                 continue
-            source = masters.get((place.key, place.start), place).tensor
+            kept = masters.get((place.key, place.start), place)
+            source = kept.tensor
             wide = source if source.dtype.itemsize >= torch.float32.itemsize else source.float()
-            self._keys.append(place.key)
+            self._places.append(kept)
             self._values.append(place.tensor)
             self._sources.append(source)
             self._averages.append(wide.detach().clone())
@@ -88,8 +90,8 @@ class Average:
             yield
         finally:
             changed = [
-                key[1]
-                for key, value, version in zip(self._keys, self._values, versions, strict=True)
+                place.key[1]
+                for place, value, version in zip(self._places, self._values, versions, strict=True)
                 if value._version != version
             ]
             with torch.no_grad():
@@ -100,6 +102,7 @@ class Average:
                 hint="only evaluate inside average.applied()",
             )
 
-    def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
-        """Iterate over the averages by parameter; each spans what this rank holds."""
-        yield from zip(self._keys, self._averages, strict=True)
+    def places(self) -> Iterator[Place]:
+        """Publish where the averages live on this rank: beside the values, and divided like them."""
+        for source, average in zip(self._places, self._averages, strict=True):
+            yield evolve(source, state="average", tensor=average)

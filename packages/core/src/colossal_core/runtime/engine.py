@@ -19,12 +19,14 @@ from colossal_core.runtime.shares import ShareBook
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.hooks import RemovableHandle
 
     from colossal_core.interfaces import AbstractExecutor, AbstractMemoryManager
     from colossal_core.plugins.observers import Observers
     from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.context import Context
+    from colossal_core.runtime.loading import BoostedLoader
     from colossal_core.runtime.optimizer import BoostedOptimizer
 
 __all__ = ["Engine", "Progress"]
@@ -56,6 +58,9 @@ class Engine:
         optimizers: The boosted optimizers, in the order of the ``boost`` call.
         handles: Hooks on the models, to be removed at release.
         progress: How far the run has come; outlives the engine, for observers of its end.
+        schedulers: The boosted schedulers, in the order of the ``boost`` calls.
+        loaders: The boosted loaders, in that order.
+        averages: Running averages with the name of their model, in the order in which they were made.
         shares: What the boosted loaders gave last.
         agreement: How ranks compare.
     """
@@ -76,6 +81,8 @@ class Engine:
         self.executor = executor
         self.models = dict(models)
         self.optimizers: list[BoostedOptimizer] = []
+        self.schedulers: list[LRScheduler] = []
+        self.loaders: list[BoostedLoader] = []
         self.handles: list[RemovableHandle] = []
         self.progress = Progress()
         self.shares = ShareBook(
@@ -84,7 +91,8 @@ class Engine:
             row_weights=context.row_weights,
             loss_weights=context.weights,
         )
-        self._averages: list[tuple[int, Average]] = []
+        self.averages: list[tuple[str, Average]] = []
+        self._followed: list[int] = []
         self.agreement = agreement
         self._observers = observers
 
@@ -102,7 +110,7 @@ class Engine:
         self.context.collectives.ledger.end_step()
         if self.context.arrivals.loss_scale is not None:
             self.context.arrivals.loss_scale.note_clean()
-        for followed, average in self._averages:
+        for followed, (_, average) in zip(self._followed, self.averages, strict=True):
             if optimizer == followed:
                 average.update()
         self._observers.after_step_taken(self.num_steps, metrics)
@@ -120,7 +128,8 @@ class Engine:
             for index, optimizer in enumerate(self.optimizers)
             if any(parameter in mine for group in optimizer.param_groups for parameter in group["params"])
         }
-        self._averages.append((min(followed, default=0), average))
+        self._followed.append(min(followed, default=0))
+        self.averages.append((next(n for n, other in self.models.items() if other is model), average))
         return average
 
     @contextmanager

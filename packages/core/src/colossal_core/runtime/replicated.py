@@ -296,6 +296,10 @@ class ReplicatedManager(AbstractMemoryManager):
             if owned.driver is not None:
                 for segment, name, value in owned.driver.tensor_states():
                     yield from _state_places(segment.slots, segment.start, segment.stop, name, value)
+                for parameter, name, value in owned.driver.idle_states():
+                    entry = self._context.table.entry_of(parameter)
+                    if entry is not None and entry.parts:
+                        yield Place(key=entry.key, state=name, tensor=value)
         for entry in self._context.table:
             tensor = self._context.table.tensor(entry)
             if entry.parts and tensor not in taken:
@@ -305,6 +309,11 @@ class ReplicatedManager(AbstractMemoryManager):
         """Return the optimizer's state by parameter; no communication."""
         driver = self._owned[optimizer].driver
         return {} if driver is None else driver.state_of_parameters()
+
+    def counters(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the states that are not shaped like their parameter; no communication."""
+        driver = self._owned[optimizer].driver
+        return {} if driver is None else driver.counters()
 
     def load_state(self, optimizer: int, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Replace the optimizer's state."""

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import nn
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.optimizers import optimizer_spec
 
-__all__ = ["OwnedRange", "Segment", "SegmentedOptimizer"]
+__all__ = ["Blank", "OwnedRange", "Segment", "SegmentedOptimizer", "allocated", "is_like"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements updated by one call of the optimizer: 4 MiB of fp32 gradients stay in the last-level cache
@@ -35,6 +35,17 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 """0-d states of torch's elementwise optimizers that are not shaped like the parameter."""
 
 State = dict[str, Any]
+
+
+@frozen
+class Blank:
+    """Stands for a state shaped like its parameter that is to be allocated, and filled in through its place.
+
+    Attributes:
+        dtype: Element type; moments of a wider update take that of the update.
+    """
+
+    dtype: torch.dtype
 
 
 @define(eq=False)
@@ -122,7 +133,8 @@ class SegmentedOptimizer:
         """Cut the owned ranges into segments, and give each its share of a state by parameter.
 
         Args:
-            state: As in ``torch.optim.Optimizer.state``: full state of each parameter.
+            state: As in ``torch.optim.Optimizer.state``: full state of each parameter; a :class:`Blank` in
+                place of a tensor is allocated with zeros.
         """
         self.segments = []
         self.inner.state.clear()
@@ -150,7 +162,11 @@ class SegmentedOptimizer:
         for segment in self.segments:
             self._give_state(segment, state)
         cut = {slot.parameter for segment in self.segments for slot in segment.slots}
-        self.idle = {parameter: dict(theirs) for parameter, theirs in state.items() if parameter not in cut}
+        self.idle = {
+            parameter: {name: allocated(value, parameter) for name, value in theirs.items()}
+            for parameter, theirs in state.items()
+            if parameter not in cut
+        }
 
     def state_of_parameters(self) -> dict[torch.Tensor, State]:
         """Return the state by parameter, in the parameters' shapes: what torch would hold, as fresh tensors.
@@ -164,7 +180,7 @@ class SegmentedOptimizer:
             for name, value in self.inner.state.get(segment.leaf, {}).items():
                 for slot in segment.slots:
                     target = found.setdefault(slot.parameter, {})
-                    if not _is_like(name, value, segment.leaf):
+                    if not is_like(name, value, segment.leaf):
                         target[name] = _copy(value)
                         continue
                     if name not in target:
@@ -180,8 +196,27 @@ class SegmentedOptimizer:
         """Iterate over the states that are shaped like their segment."""
         for segment in self.segments:
             for name, value in self.inner.state.get(segment.leaf, {}).items():
-                if _is_like(name, value, segment.leaf):
+                if is_like(name, value, segment.leaf):
                     yield segment, name, value
+
+    def idle_states(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """Iterate over the states shaped like their parameter of parameters that are in no segment."""
+        for parameter, state in self.idle.items():
+            for name, value in state.items():
+                if is_like(name, value, parameter):
+                    yield parameter, name, value
+
+    def counters(self) -> dict[torch.Tensor, State]:
+        """Return the states that are not shaped like their parameter, such as step counts; not copied."""
+        found: dict[torch.Tensor, State] = {}
+        for parameter, state in self.idle.items():
+            found[parameter] = {n: value for n, value in state.items() if not is_like(n, value, parameter)}
+        for segment in self.segments:
+            for name, value in self.inner.state.get(segment.leaf, {}).items():
+                if not is_like(name, value, segment.leaf):
+                    for slot in segment.slots:
+                        found.setdefault(slot.parameter, {})[name] = value
+        return found
 
     # --- update ---------------------------------------------------------------------------------------------
 
@@ -275,8 +310,12 @@ class SegmentedOptimizer:
             return
         target: State = {}
         for name, value in states[0].items():
-            if not _is_like(name, value, segment.slots[0].parameter):
+            if not is_like(name, value, segment.slots[0].parameter):
                 target[name] = _copy(value)
+                continue
+            if isinstance(value, Blank):
+                dtype = segment.leaf.dtype if value.dtype.is_floating_point else value.dtype
+                target[name] = torch.zeros_like(segment.leaf, dtype=dtype)
                 continue
             pieces = []
             for slot, theirs in zip(segment.slots, states, strict=True):
@@ -362,8 +401,15 @@ def _copy(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
+def allocated(value: object, parameter: torch.Tensor) -> object:
+    """Return zeros shaped like a parameter for a :class:`Blank`, anything else as it is."""
+    return torch.zeros_like(parameter, dtype=value.dtype) if isinstance(value, Blank) else value
+
+
+def is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
     """Whether a state has one element for each of the parameter's; for 0-d parameters its name decides."""
+    if isinstance(value, Blank):
+        return True
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return parameter.dim() > 0 or name not in _COUNTERS
@@ -373,7 +419,7 @@ def _history(parameter: torch.Tensor, state: State) -> tuple[tuple[str, object],
     """Return what neighbours in one segment have in common: which states there are, and their counters."""
     found: list[tuple[str, object]] = []
     for name, value in state.items():
-        if _is_like(name, value, parameter):
+        if is_like(name, value, parameter):
             found.append((name, None))
         elif isinstance(value, torch.Tensor):
             found.append((name, tuple(value.reshape(-1).tolist())))
@@ -386,7 +432,7 @@ def _slice_state(state: State, leaf: torch.Tensor, start: int, numel: int) -> St
     """Return the state of a stretch of a segment."""
     piece: State = {}
     for name, value in state.items():
-        if _is_like(name, value, leaf):
+        if is_like(name, value, leaf):
             piece[name] = value[start : start + numel]
         else:
             piece[name] = _copy(value)

@@ -120,7 +120,9 @@ class Collected:
 # --- the books ----------------------------------------------------------------------------------------------
 
 
-def model_holdings(engine: Engine, model: str, *, borrowed: bool = False) -> Collected:
+def model_holdings(
+    engine: Engine, model: str, *, borrowed: bool = False, narrow: bool = False
+) -> Collected:
     """Return what this rank holds of the parameters and persistent buffers of a model, in serial order.
 
     Parameters that are updated in a wider dtype appear in that dtype: their masters are what is known of
@@ -130,6 +132,7 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False) -> Col
         engine: The built pieces.
         model: Name of the model.
         borrowed: Also return tensors that another model owns and this one shares, under its own names.
+        narrow: Also return the values beside masters, for whoever writes into both.
     """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
     places = _places_by_key(engine)
@@ -141,7 +144,9 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False) -> Col
             continue
         source = places.get(entry.key, {})
         is_wide = "master" in source or _has_master(engine, entry)
-        kept = source.get("master" if is_wide else "value", [])
+        kept = list(source.get("master" if is_wide else "value", ()))
+        if is_wide and narrow:
+            kept += source.get("value", ())
         dtype = torch.float32 if is_wide else table.tensor(entry).dtype
         spec = Spec(dtype=dtype, shape=entry.shape, aliases=tuple(names[1:]))
         found.add(names[0], spec, _holdings(names[0], kept, table, layout, rank))
