@@ -40,12 +40,12 @@ def write_tensors(
     name = "the header"
     try:
         with path.open("xb", buffering=0) as file:
-            _write_all(file.fileno(), header.raw)
+            write_all(file.fileno(), header.raw)
             for (name, _, _), blocks in zip(entries, contents, strict=True):
                 checksums = []
                 for block in blocks:
                     checksums.append(zlib.crc32(block))
-                    _write_all(file.fileno(), block)
+                    write_all(file.fileno(), block)
                 spans.append((header.tensors[name].start, tuple(checksums)))
             os.fsync(file.fileno())
     except OSError as err:
@@ -93,7 +93,7 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _write_all(handle: int, data: Buffer) -> None:
+def write_all(handle: int, data: Buffer) -> None:
     """Write all bytes; one call of the system may write fewer."""
     view = memoryview(data).cast("B")
     while view:
