@@ -115,16 +115,6 @@ def test_copies_and_checkpoints_of_a_boosted_model_are_plain() -> None:
 # --- twice -----------------------------------------------------------------------------------------------
 
 
-def test_one_booster_boosts_once() -> None:
-    """The message says how to boost several models."""
-    model, optimizer = make()
-    booster = Booster()
-    booster.boost(model, optimizer)
-
-    with pytest.raises(UsageError, match=r"boosted already\n  next: pass everything to one boost\(\) call"):
-        booster.boost(make()[0])
-
-
 @pytest.mark.parametrize("what", ["model", "optimizer", "old optimizer"])
 def test_boosting_what_is_boosted_is_refused(what: str) -> None:
     """A second Booster does not take over what the first one holds."""

@@ -235,7 +235,7 @@ def test_other_batches_are_refused_by_their_form(batch: Any, message: str) -> No
 def weigh(criterion: Any, target: Any, weight: Any = None) -> float | None:
     """Return the weight of a batch of two samples."""
     batch = (torch.ones(2, 3), target)
-    return loss_weight(batch, split_batch(batch, CPU), criterion, weight)
+    return loss_weight(batch, split_batch(batch, CPU), criterion, weight)[0]
 
 
 def test_weights_follow_what_the_loss_averages_over() -> None:

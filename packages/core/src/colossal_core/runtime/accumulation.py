@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AccumulationWindow", "LossWeights"]
+__all__ = ["WEIGHING", "AccumulationWindow", "LossWeights"]
+
+WEIGHING = (
+    "the first that applies: weight=, what the torch loss counts, num_items_in_batch, samples",
+    "no forward_backward yet",
+)
+"""What a rank's loss weighs in the mean over the global batch, before there is a batch to tell, and why."""
 
 
 @final
@@ -72,6 +78,7 @@ class LossWeights:
     Attributes:
         rows_ratio: What a micro-batch counts whose losses the user's own code computes: rows of the batch
             that a boosted loader gave last, relative to its first one; 1.0 without.
+        rule: What the last loss of an executor was weighed by; "" before the first.
     """
 
     def __init__(self, *, num_optimizers: int, is_active: bool) -> None:
@@ -82,11 +89,16 @@ class LossWeights:
             is_active: Whether the plan accumulates.
         """
         self.rows_ratio = 1.0
+        self.rule = ""
         self.is_active = is_active
         self._num_optimizers = num_optimizers
         self._reference: torch.Tensor | None = None
         self._first: dict[int, torch.Tensor] = {}
         self._before: tuple[torch.Tensor | None, dict[int, torch.Tensor]] = (None, {})
+
+    def describe(self) -> tuple[str, str]:
+        """Return what a loss weighs, and where that is seen."""
+        return (self.rule, "the last forward_backward") if self.rule else WEIGHING
 
     def ratio(self, total: torch.Tensor) -> torch.Tensor | None:
         """Return what a loss is multiplied by beside its mean; None when nothing accumulates.

@@ -133,15 +133,16 @@ def read_number(value: object) -> float:
 
 def loss_weight(
     batch: Any, call: Call, criterion: Criterion | None, weight: Weight, model: nn.Module | None = None
-) -> float | None:
-    """Return what a rank's loss weighs in the mean over the global batch.
+) -> tuple[float | None, str]:
+    """Return what a rank's loss weighs in the mean over the global batch, and by which rule.
 
     The first that applies: the user's ``weight``; the number of targets that the criterion counts; without a
     criterion ``num_items_in_batch``, given or counted in the labels, where the model accepts it; the number
     of samples.
 
     Returns:
-        The weight, or None when the criterion sums, so that the global loss is the plain sum.
+        The weight, or None when the criterion sums, so that the global loss is the plain sum; and the rule
+        in words, for ``booster.describe()``.
 
     Raises:
         UsageError: The weight is negative or not finite, the criterion does not reduce, or no batch size is
@@ -151,16 +152,22 @@ def loss_weight(
         value = float(weight(batch) if callable(weight) else weight)
         if not (math.isfinite(value) and value >= 0):
             raise UsageError(f"the weight of the batch is {value}", hint="give a finite number of at least 0")
-        return value
+        return value, "weight= of the call"
     reduction = getattr(criterion, "reduction", "mean")
     if reduction == "none":
         raise UsageError("the criterion has reduction='none'", hint="use reduction='mean' or 'sum'")
     if reduction == "sum":
-        return None
+        return None, f"nothing: {_name_of(criterion)} sums"
     counted = _counted_targets(call.target, criterion)
+    rule = f"targets that {_name_of(criterion)} counts"
     if criterion is None and model is not None:
-        counted = _counted_labels(call.kwargs, model)
-    return float(_batch_size(call)) if counted is None else counted
+        counted, rule = _counted_labels(call.kwargs, model), "num_items_in_batch, or the labels that count"
+    return (float(_batch_size(call)), "number of samples") if counted is None else (counted, rule)
+
+
+def _name_of(criterion: Criterion | None) -> str:
+    """Return how a user would call a criterion."""
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def _counted_targets(target: Any, criterion: Criterion | None) -> float | None:

@@ -26,15 +26,16 @@ from colossal_core.building import UNSET, Unset, build_plan
 from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import PluginSettings, Registry
+from colossal_core.runtime.accumulation import WEIGHING
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.batches import Weight, check_scalar, read_number
 from colossal_core.runtime.boosting import build_engine
+from colossal_core.runtime.companions import boost_companions
 from colossal_core.runtime.gathering import gather
 from colossal_core.runtime.launch import current_world, rendezvous_store
-from colossal_core.runtime.loading import BatchMeaning, BoostedLoader, prepare_loaders
+from colossal_core.runtime.loading import BatchMeaning, prepare_loaders
 from colossal_core.runtime.objects import sort_objects
 from colossal_core.runtime.optimizer import BoostedOptimizer
-from colossal_core.runtime.scheduler import follow_real_steps
 from colossal_core.runtime.sources import Place
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ __all__ = ["Booster"]
 class Booster:
     """Puts the pieces of a plan together around the user's model and optimizer.
 
-    One Booster boosts once; several models and optimizers go into one call.
+    Models and optimizers go into one ``boost`` call; schedulers and loaders may follow in later ones.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Booster:
         """Cut, shard and wrap the objects as planned; collective over all ranks.
 
         Args:
-            objects: Models, optimizers, schedulers, data loaders, criteria, or None, in any order.
+            objects: Models, optimizers, schedulers, data loaders, criteria, or None, in any order; in a later
+                call schedulers and loaders only.
             batch: Whether the ``batch_size`` of loaders, or a list of a batch sampler, is the global batch or
                 one rank's part of it.
             named: The same as ``objects``, with names: ``generator=g``.
@@ -123,37 +125,23 @@ class Booster:
         Raises:
             ColossalError: Something does not fit; raised on every rank, with the objects unchanged.
         """
-        if self._engine is not None:
-            raise UsageError(
-                "this Booster has boosted already",
-                hint="pass everything to one boost() call, or make a second Booster for other models",
-            )
+        is_first = self._engine is None
         agreement = Agreement(rendezvous_store(), self.world.rank, self.world.world_size)
-        sorted_objects = agreement.attempt("boost", lambda: sort_objects(objects, named))
+        found = agreement.attempt("boost", lambda: sort_objects(objects, named, is_first=is_first))
         place = Place(degree=self.data_degree, index=self.data_rank)
-        loaders = prepare_loaders(sorted_objects.loaders, batch=batch, place=place, agreement=agreement)
-        self.registry.observers.before_run_started(self.plan)
-        engine = build_engine(sorted_objects, self.plan, self.registry, self.world, agreement)
-        self._engine = engine
+        loaders = prepare_loaders(found.loaders, batch=batch, place=place, agreement=agreement)
         replaced: dict[int, Any] = {}
-        for index, optimizer in enumerate(sorted_objects.optimizers):
-            boosted = BoostedOptimizer(optimizer, engine, index)
-            engine.optimizers.append(boosted)
-            replaced[sorted_objects.position(optimizer)] = boosted
-        for scheduler in sorted_objects.schedulers:
-            followed = self._optimizer_of(scheduler, engine)
-            if followed is not None:
-                replaced[sorted_objects.position(scheduler)] = follow_real_steps(scheduler, followed)
-        for loader in loaders:
-            # Ranks may begin to read at moments minutes apart, and each loader in an order of its own.
-            own = Agreement(rendezvous_store(), self.world.rank, self.world.world_size, timeout_seconds=600)
-            boosted_loader = BoostedLoader(
-                loader, device=self.world.device, book=engine.shares, agreement=own
-            )
-            replaced[sorted_objects.position(loader.user)] = boosted_loader
-        # Not a method of this object: models would stay in memory until the interpreter ends.
-        atexit.register(_finish_run, self.registry.observers, engine.progress)
-        results = tuple(replaced.get(index, thing) for index, thing in enumerate(sorted_objects.order))
+        if self._engine is None:
+            self.registry.observers.before_run_started(self.plan)
+            self._engine = engine = build_engine(found, self.plan, self.registry, self.world, agreement)
+            for index, optimizer in enumerate(found.optimizers):
+                boosted = BoostedOptimizer(optimizer, engine, index)
+                engine.optimizers.append(boosted)
+                replaced[found.position(optimizer)] = boosted
+            # Not a method of this object: models would stay in memory until the interpreter ends.
+            atexit.register(_finish_run, self.registry.observers, engine.progress)
+        replaced.update(boost_companions(found, loaders, self._engine, self.world))
+        results = tuple(replaced.get(index, thing) for index, thing in enumerate(found.order))
         return results[0] if len(results) == 1 else results
 
     def release(self, model: nn.Module) -> nn.Module:
@@ -305,7 +293,8 @@ class Booster:
 
         Args:
             value: This rank's number, or tensor of one element.
-            weight: Its weight, at least 0. Stand-ins (see :meth:`gather`) count, unlike in :meth:`evaluate`.
+            weight: Its weight, at least 0. Means over rows weigh by :attr:`rows`, which does not count
+                stand-ins, see :meth:`gather`.
         """
         engine = self._built("mean")
         axes = tuple(axis.name for axis in engine.context.mesh.layout.axes if axis.divides_batch)
@@ -401,6 +390,17 @@ class Booster:
         return self.plan.layout(self.world.world_size).data_coordinate(self.world.rank)
 
     @property
+    def rows(self) -> int:
+        """Rows that count in the batch that a boosted loader gave this rank last; 0 for a stand-in.
+
+        The weight of a mean over the rows of this rank: ``booster.mean(loss, weight=booster.rows)``.
+
+        Raises:
+            UsageError: No loop over a boosted loader runs.
+        """
+        return self._built("rows").shares.count_rows()
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0: the one that prints and writes."""
         return self.world.rank == 0
@@ -418,8 +418,10 @@ class Booster:
     # --- reports --------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return the effective plan as lines of ``key = value  (origin)``."""
-        return "\n".join(f"{key} = {value}  ({origin})" for key, value, origin in self.plan.rows())
+        """Return the effective plan, and what a loss weighs, as lines of ``key = value  (origin)``."""
+        weighing = WEIGHING if self._engine is None else self._engine.context.weights.describe()
+        rows = [*self.plan.rows(), ("loss weight", *weighing)]
+        return "\n".join(f"{key} = {value}  ({origin})" for key, value, origin in rows)
 
     def report(self) -> dict[str, Any]:
         """Return what this rank holds and what the last step moved.
@@ -477,14 +479,6 @@ class Booster:
                 f"this {type(model).__name__} was not boosted by this Booster, which has {', '.join(models)}",
                 hint="pass the model that boost() returned",
             )
-
-    @staticmethod
-    def _optimizer_of(scheduler: Any, engine: Engine) -> BoostedOptimizer | None:
-        """Return the boosted optimizer whose groups a scheduler changes."""
-        for optimizer in engine.optimizers:
-            if scheduler.optimizer is optimizer.user:
-                return optimizer
-        return None
 
 
 def _finish_run(observers: Observers, progress: Progress) -> None:

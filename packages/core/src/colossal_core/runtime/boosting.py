@@ -40,7 +40,7 @@ from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
-from colossal_core.runtime.objects import Objects, check_model
+from colossal_core.runtime.objects import Objects, check_model, mark_boosted
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.precision import CastBorder, Precision, inner_borders
 from colossal_core.runtime.randomness import settle_randomness
@@ -127,6 +127,7 @@ def build_engine(
         observers=registry.observers,
     )
     _install_borders(engine, borders)
+    context.undo.append(mark_boosted(objects.models.values()))
     settle_randomness(proposed.layout, world.rank, agreement)
     return engine
 
@@ -383,9 +384,19 @@ def _install_borders(engine: Engine, borders: list[Mapping[str, AbstractBorder]]
             engine.handles.extend(hook_border(model, ScaleBorder(loss_scale)))
         elif precision.is_narrow:
             engine.handles.extend(hook_border(model, CastBorder(precision.compute, torch.float32)))
+        elif precision.name == "fp64" and _was_narrower(engine.context.table, name):
+            engine.handles.extend(hook_border(model, CastBorder(torch.float64, torch.float64)))
         for module, cast in inner_borders(model, precision):
             engine.handles.extend(hook_border(module, cast))
         for found in borders:
             border = found.get(name)
             if border is not None:
                 engine.handles.extend(hook_border(model, border))
+
+
+def _was_narrower(table: ParameterTable, model: str) -> bool:
+    """Whether a model was built in less than fp64, as its inputs then are."""
+    return any(
+        entry.model == model and entry.kind == "parameter" and entry.dtype in {torch.float32, torch.bfloat16}
+        for entry in table
+    )

@@ -41,7 +41,7 @@ class PlainExecutor(AbstractExecutor):
         self._group = context.mesh.group(
             GroupSpec(tuple(axis.name for axis in layout.axes if axis.divides_batch))
         )
-        self._degree = math.prod(axis.degree for axis in layout.axes if axis.gradients == "average")
+        self._degree = layout.gradient_divisor
 
     def run(
         self,
@@ -120,10 +120,11 @@ class PlainExecutor(AbstractExecutor):
         share: float | None = None
         try:
             call = split_batch(batch, self._context.mesh.device)
-            share = loss_weight(batch, call, criterion, weight, model)
+            share, rule = loss_weight(batch, call, criterion, weight, model)
         except ColossalError as err:
             self._fail(err, num_messages=2)
             raise
+        self._context.weights.rule = rule
         if share is not None and self._stands_in:
             share = 0.0
         own = 1.0 / self._group.size if share is None else share

@@ -6,7 +6,8 @@ of what went in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,13 @@ from torch.utils.data import DataLoader
 
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.optimizer import BoostedOptimizer
+from colossal_core.runtime.scheduler import check_scheduler
 from colossal_core.runtime.touch import is_watched
 
-__all__ = ["Objects", "check_model", "sort_objects"]
+__all__ = ["Objects", "check_model", "mark_boosted", "sort_objects"]
+
+_BOOSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of boosted models, until release."""
 
 
 @define
@@ -45,8 +50,13 @@ class Objects:
         return next(index for index, other in enumerate(self.order) if other is thing)
 
 
-def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
+def sort_objects(objects: Iterable[Any], named: Mapping[str, Any], *, is_first: bool = True) -> Objects:
     """Sort the objects of a ``boost`` call.
+
+    Args:
+        objects: As given, in order.
+        named: Those given by keyword.
+        is_first: Whether it is the Booster's first call, the only one that takes models and optimizers.
 
     Raises:
         UsageError: An object is of no known kind, or given twice.
@@ -68,6 +78,7 @@ def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
         if isinstance(thing, torch.optim.Optimizer):
             found.optimizers.append(thing)
         elif isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
+            check_scheduler(thing)
             found.schedulers.append(thing)
         elif isinstance(thing, DataLoader):
             found.loaders.append(thing)
@@ -75,7 +86,13 @@ def sort_objects(objects: Iterable[Any], named: Mapping[str, Any]) -> Objects:
             found.models[name or _next_name(found.models)] = thing
         elif not (_is_criterion(thing) or callable(thing)):
             _refuse(thing)
-    if not found.models:
+    if not is_first and (found.models or found.optimizers):
+        raise UsageError(
+            "this Booster has boosted already",
+            hint="pass everything to one boost() call, or make a second Booster for other models; "
+            "a later call takes schedulers and loaders",
+        )
+    if is_first and not found.models:
         raise UsageError(
             "boost was given no model", hint="pass the model first: booster.boost(model, optimizer)"
         )
@@ -94,6 +111,8 @@ def check_model(name: str, model: nn.Module) -> None:
             f"{name} is wrapped in {type(model).__name__}", hint="pass the module inside: model.module"
         )
     for path, module in model.named_modules():
+        if module in _BOOSTED:
+            raise _boosted_already(f"module {path!r} of {name}" if path else name)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CapabilityError(
                 f"embedding {path!r} has sparse=True, and sparse gradients are not reduced over ranks",
@@ -130,15 +149,32 @@ def _check_parameter(name: str, path: str, parameter: nn.Parameter) -> None:
             hint="keep its real view as the parameter and use torch.view_as_complex in forward",
         )
     if is_watched(parameter):
-        raise UsageError(
-            f"{name} is boosted already",
-            hint="pass everything to one boost() call, or release() it from the Booster that holds it",
-        )
+        raise _boosted_already(name)
     if _has_live_graph(parameter):
         raise UsageError(
             f"a graph over parameter {path!r} is alive: some output or loss of it is still referenced",
             hint="call boost before the first forward, or delete what the model returned",
         )
+
+
+def _boosted_already(what: str) -> UsageError:
+    """Return the error for something that a Booster holds."""
+    return UsageError(
+        f"{what} is boosted already",
+        hint="pass everything to one boost() call, or release() it from the Booster that holds it",
+    )
+
+
+def mark_boosted(models: Iterable[nn.Module]) -> Callable[[], None]:
+    """Mark models as boosted, with or without an optimizer; return the function that unmarks them."""
+    marked = weakref.WeakSet(module for model in models for module in model.modules())
+    _BOOSTED.update(marked)
+
+    def unmark() -> None:
+        for module in list(marked):
+            _BOOSTED.discard(module)
+
+    return unmark
 
 
 def _has_live_graph(parameter: nn.Parameter) -> bool:

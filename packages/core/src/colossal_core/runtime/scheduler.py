@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from colossal_core.errors import UsageError
+
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from colossal_core.runtime.optimizer import BoostedOptimizer
 
-__all__ = ["follow_real_steps"]
+__all__ = ["check_scheduler", "follow_real_steps"]
+
+_MARK = "_colossal_follows"
+
+
+def check_scheduler(scheduler: object) -> None:
+    """Refuse a scheduler that ``boost`` returned.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if hasattr(type(scheduler), _MARK):
+        raise UsageError(
+            f"this {type(scheduler).__name__} is boosted already", hint="pass each scheduler to boost() once"
+        )
 
 
 def follow_real_steps(scheduler: LRScheduler, optimizer: BoostedOptimizer) -> LRScheduler:
@@ -27,7 +43,7 @@ def follow_real_steps(scheduler: LRScheduler, optimizer: BoostedOptimizer) -> LR
 
     kind = type(scheduler)
     boosted: LRScheduler = object.__new__(
-        type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+        type(kind.__name__, (kind,), {"step": step, _MARK: True, "__module__": kind.__module__})
     )
     boosted.__dict__ = scheduler.__dict__
     return boosted

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, final
 
 from attrs import define, field, frozen
 
+from colossal_core.errors import UsageError
+
 if TYPE_CHECKING:
     from colossal_core.runtime.accumulation import LossWeights
     from colossal_core.runtime.arrivals import Arrivals
@@ -107,6 +109,20 @@ class ShareBook:
     def current(self) -> Share | None:
         """The share that was given last in a loop that still runs; None when there is none."""
         return self._running[-1].share if self._running else None
+
+    def count_rows(self) -> int:
+        """Return this rank's rows of the current share.
+
+        Raises:
+            UsageError: There is none.
+        """
+        share = self.current
+        if share is None:
+            raise UsageError(
+                "rows are counted in a loop over a boosted loader, and none runs",
+                hint="use it inside the loop, and pass the loader to booster.boost()",
+            )
+        return share.rows
 
     @property
     def closes_windows(self) -> bool:
