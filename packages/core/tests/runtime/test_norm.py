@@ -87,7 +87,7 @@ def test_neighbours_in_memory_are_one_piece() -> None:
 
     pieces = norm_pieces(table, [place_of(name, v) for name, v in zip(gradients, views, strict=True)], 0)
 
-    assert [piece.names for piece in pieces] == [("rows", "columns", "whole")]
+    assert [piece.names for piece in pieces] == [("model.rows", "model.columns", "model.whole")]
     assert pieces[0].tensor.data_ptr() == flat.data_ptr()
     assert pieces[0].tensor.numel() == flat.numel()
 
@@ -134,7 +134,7 @@ def test_gradient_that_is_not_finite_makes_no_finite_norm(order: float, bad: flo
     table = ParameterTable.serial({"model": Weights()}, ALONE)
 
     assert not math.isfinite(norm_here(places, order))
-    assert non_finite_names(norm_pieces(table, places, 0), places) == ["columns"]
+    assert non_finite_names(norm_pieces(table, places, 0), places) == ["model.columns"]
 
 
 def test_finite_gradients_have_no_names() -> None:
@@ -251,4 +251,4 @@ def test_all_ranks_see_what_is_not_finite_on_one() -> None:
     found = run_ranks(norms_of_cut_gradients, 4, 2)
 
     assert not any(math.isfinite(norm) for norms, _, _ in found for norm in norms.values())
-    assert [names for _, _, names in found] == [[], [], ["columns"], []]
+    assert [names for _, _, names in found] == [[], [], ["model.columns"], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossal_core import Booster
+from colossal_core import Booster, NonFiniteError
 from colossal_testkit import run_ranks
 
 from .small_models import Layers, adam_over_all
@@ -72,6 +73,26 @@ def test_two_models_and_two_optimizers_do_not_disturb_each_other(detaches: bool)
         for found, reference in zip(result, wanted, strict=True):
             for name, value in reference.items():
                 assert_close(found[name], value, name)
+
+
+def spoil_one_model() -> str:
+    """Let the gradients of the second of two equal models be not finite on one rank; return the message."""
+    torch.manual_seed(0)
+    models: Any = [nn.Linear(5, 2).double(), nn.Linear(5, 2).double()]
+    optimizer: Any = torch.optim.SGD([value for model in models for value in model.parameters()], lr=0.1)
+    *models, optimizer = Booster(precision="fp64").boost(*models, optimizer)
+    bad = math.inf if dist.get_rank() == 1 else 1.0
+    inputs = batch_of(dist.get_rank(), 0)
+    (models[0](inputs).sum() + models[1](inputs).sum() * bad).backward()
+    with pytest.raises(NonFiniteError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_non_finite_gradients_are_named_with_their_model_where_there_are_several() -> None:
+    """Both models have a ``weight``, and only one of them is to blame."""
+    for message in run_ranks(spoil_one_model, 2):
+        assert "gradient of 'model_1.weight', 'model_1.bias' is not finite" in message
 
 
 def train_under_two_boosters() -> list[torch.Tensor]:

@@ -68,7 +68,7 @@ class AbstractMemoryManager(ABC):
 
     @abstractmethod
     def non_finite(self, optimizer: int) -> list[str]:
-        """Return the parameters whose reduced gradient on this rank is not finite."""
+        """Return the parameters whose reduced gradient on this rank is not finite, as ``model.name``."""
 
     @abstractmethod
     def places(self) -> Iterator[Place]:

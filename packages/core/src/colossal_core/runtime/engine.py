@@ -142,12 +142,16 @@ class Engine:
             raise
 
     def collect_non_finite(self, optimizer: int) -> list[str]:
-        """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it."""
+        """Return the parameters with a non-finite gradient on any rank, in model order; all ranks call it.
+
+        Where there are several models, their names come first, as in ``model_1.weight``.
+        """
         mine = self.manager.non_finite(optimizer)
         found = {
             name for text in self.agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")
         }
-        return [entry.name for entry in self.context.table if entry.name in found]
+        hit = [entry for entry in self.context.table if ".".join(entry.key) in found]
+        return [entry.name if len(self.models) == 1 else ".".join(entry.key) for entry in hit]
 
     def handle_non_finite(self, names: Sequence[str]) -> None:
         """Lower the loss scale of fp16; else raise on every rank, unless the plan says to skip such steps.

@@ -42,7 +42,7 @@ class NormPiece:
         tensor: The elements, any shape.
         weight: Factor of their squares: 1 / (number of ranks that hold the same elements).
         scale: Factor of the elements themselves: 1 / (divisor of the gradient sum).
-        names: The parameters that they belong to.
+        names: The parameters that they belong to, as ``model.name``.
     """
 
     tensor: torch.Tensor
@@ -114,14 +114,15 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 def non_finite_names(pieces: Iterable[NormPiece], places: Iterable[Place]) -> list[str]:
     """Return the parameters with a non-finite gradient on this rank, in the order of ``places``.
 
-    Padding is part of places, and not of pieces, so it blames nobody.
+    They are named ``model.name``: two models may have parameters of one name. Padding is part of places, and
+    not of pieces, so it blames nobody.
     """
     blamed = [piece.names for piece in pieces if not bool(torch.isfinite(piece.tensor).all())]
     certain = {names[0] for names in blamed if len(names) == 1}
     possible = {name for names in blamed for name in names} - certain
     found = [
         name
-        for name, tensor in ((place.key[1], place.tensor) for place in places)
+        for name, tensor in ((".".join(place.key), place.tensor) for place in places)
         if name in certain or (name in possible and not bool(torch.isfinite(tensor).all()))
     ]
     return list(dict.fromkeys(found))
@@ -175,7 +176,7 @@ def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormP
     if place.tensor.numel() == 0:
         return
     if len(set(weights)) == 1 and sum(part.box.volume for part in entry.parts) == math.prod(local_shape):
-        yield NormPiece(place.tensor.view(-1), weights[0], scale, (entry.name,))
+        yield NormPiece(place.tensor.view(-1), weights[0], scale, (".".join(entry.key),))
         return
     flat = place.tensor.view(-1)
     for box, first in flat_range_boxes(local_shape, place.start, place.start + flat.numel()):
@@ -184,4 +185,4 @@ def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormP
             common = box.intersect(Box(part.local, part.box.size))
             if common is not None:
                 inside = common.shifted([-start for start in box.offset])
-                yield NormPiece(window[inside.slices], weight, scale, (entry.name,))
+                yield NormPiece(window[inside.slices], weight, scale, (".".join(entry.key),))
