@@ -16,7 +16,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from colossal_core.boxes import Box
-from colossal_core.checkpoint.safetensors_format import ITEM_BYTES
+from colossal_core.checkpoint.safetensors_format import ITEM_BYTES, unique_names
 from colossal_core.errors import CheckpointError
 
 __all__ = ["BLOCK_BYTES", "FileRecord", "Manifest", "ObjectRecord", "Piece", "TensorRecord"]
@@ -121,8 +121,8 @@ class Manifest:
         plan: The plan that wrote it, and its world size.
         versions: Versions of python, torch and the packages.
         created: Time of writing, ISO 8601 in UTC.
-        configurations: Texts of files that travel along (``config.json`` of a transformers model), by model and
-            name.
+        configurations: Texts of files that travel along (``config.json`` of a transformers model), by model
+            and name.
     """
 
     step: int
@@ -156,7 +156,8 @@ class Manifest:
         }
         text = _canonical(body)
         # The body is spelled out once: re-reading gives the same canonical text, and so the same checksum.
-        return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":{zlib.crc32(text.encode())},"body":{text}}}\n'
+        checksum = zlib.crc32(text.encode())
+        return f'{{"format":"{FORMAT}","version":{VERSION},"checksum":{checksum},"body":{text}}}\n'
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -171,37 +172,32 @@ class Manifest:
                 directory.
         """
         try:
-            outer = json.loads(text)
-            if outer["format"] != FORMAT:
-                raise ValueError(f"its format is {outer['format']!r}, expected {FORMAT!r}")
-            if outer["version"] != VERSION:
-                raise CheckpointError(
-                    f"{where} has version {outer['version']!r}, this version of colossal-core reads {VERSION}",
-                    hint="load it with the version of colossal-core that wrote it, or a newer one",
-                )
-            body = outer["body"]
-            if zlib.crc32(_canonical(body).encode()) != outer["checksum"]:
-                raise ValueError("its checksum does not fit its content")
+            body = _open_envelope(json.loads(text, object_pairs_hook=unique_names), where)
             found = cls(
                 step=_count(body["step"]),
                 epoch=_count(body["epoch"]),
                 samples=_count(body["samples"]),
-                objects={name: _object_from_plain(plain) for name, plain in body["objects"].items()},
+                objects={
+                    name: _object_from_plain(plain) for name, plain in _mapping(body["objects"]).items()
+                },
                 files={
                     name: FileRecord(
                         num_bytes=_count(plain[0]), header_bytes=_count(plain[1]), checksum=_count(plain[2])
                     )
-                    for name, plain in body["files"].items()
+                    for name, plain in _mapping(body["files"]).items()
                 },
-                run=body["run"],
+                run=_mapping(body["run"]),
                 extra=body["extra"],
-                plan=body["plan"],
-                versions=body["versions"],
-                created=body["created"],
-                configurations=body["configurations"],
+                plan=_mapping(body["plan"]),
+                versions=_mapping(body["versions"]),
+                created=_text(body["created"]),
+                configurations={
+                    model: {name: _text(text) for name, text in _mapping(texts).items()}
+                    for model, texts in _mapping(body["configurations"]).items()
+                },
             )
             found._check()
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as err:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as err:
             what = str(err) if isinstance(err, ValueError) else repr(err)
             raise CheckpointError(
                 f"{where} is no manifest of a checkpoint: {what}",
@@ -211,6 +207,9 @@ class Manifest:
 
     def _check(self) -> None:
         """Refuse names that leave the directory, ranges that leave their file, boxes that leave their tensor.
+
+        That the boxes of a tensor cover each element *once* is not checked here, only that they have as many
+        elements; ``verify`` does.
 
         Raises:
             ValueError: As said.
@@ -226,11 +225,14 @@ class Manifest:
         """Check one tensor; see :meth:`_check`."""
         whole, volume = Box((0,) * len(tensor.shape), tensor.shape), 0
         for piece in tensor.pieces:
-            if piece.box.volume == 0 or piece.box.intersect(whole) != piece.box:
+            fits = len(piece.box.offset) == len(piece.box.size) == len(tensor.shape)
+            if not fits or piece.box.volume == 0 or piece.box.intersect(whole) != piece.box:
                 raise ValueError(f"{piece.box} of {name!r} is not inside its shape {tensor.shape}")
             volume += piece.box.volume
             num_bytes = piece.box.volume * tensor.item_bytes
-            file = self.files[piece.file]
+            file = self.files.get(piece.file)
+            if file is None:
+                raise ValueError(f"{name!r} lies in {piece.file!r}, which is no file of the checkpoint")
             if piece.start < file.header_bytes or piece.start + num_bytes > file.num_bytes:
                 raise ValueError(
                     f"{name!r} lies at bytes {piece.start} to {piece.start + num_bytes} of {piece.file!r}, "
@@ -242,6 +244,26 @@ class Manifest:
             raise ValueError(
                 f"the pieces of {name!r} have {volume} elements, its shape {tensor.shape} another number"
             )
+
+
+def _open_envelope(outer: Any, where: str) -> Mapping[str, Any]:
+    """Check what stands around the content of a manifest, and return the content.
+
+    Raises:
+        CheckpointError: It has another version.
+        ValueError: It is of another format, or was changed.
+    """
+    if _mapping(outer)["format"] != FORMAT:
+        raise ValueError(f"its format is {outer['format']!r}, expected {FORMAT!r}")
+    if outer["version"] != VERSION:
+        raise CheckpointError(
+            f"{where} has version {outer['version']!r}, this version of colossal-core reads {VERSION}",
+            hint="load it with the version of colossal-core that wrote it, or a newer one",
+        )
+    body = _mapping(outer["body"])
+    if zlib.crc32(_canonical(body).encode()) != outer["checksum"]:
+        raise ValueError("its checksum does not fit its content")
+    return body
 
 
 def _canonical(body: Any) -> str:
@@ -271,6 +293,8 @@ def _object_from_plain(plain: Mapping[str, Any]) -> ObjectRecord:
     if plain["kind"] not in {"model", "optimizer", "average"}:
         raise ValueError(f"an object of kind {plain['kind']!r}")
     tensors: dict[str, TensorRecord] = {}
+    if sorted(plain["order"]) != sorted(plain["tensors"]):
+        raise ValueError("the order of its tensors does not name each of them once")
     for name in plain["order"]:
         entry = plain["tensors"][name]
         if entry["dtype"] not in ITEM_BYTES:
@@ -286,9 +310,31 @@ def _object_from_plain(plain: Mapping[str, Any]) -> ObjectRecord:
         )
         shape = tuple(map(_count, entry["shape"]))
         tensors[name] = TensorRecord(
-            dtype=entry["dtype"], shape=shape, pieces=pieces, aliases=tuple(entry["aliases"])
+            dtype=entry["dtype"], shape=shape, pieces=pieces, aliases=tuple(map(_text, entry["aliases"]))
         )
-    return ObjectRecord(kind=plain["kind"], tensors=tensors, details=plain["details"])
+    return ObjectRecord(kind=plain["kind"], tensors=tensors, details=_mapping(plain["details"]))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping of names.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where a mapping is expected")
+    return value
+
+
+def _text(value: Any) -> str:
+    """Return a text.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a text is expected")
+    return value
 
 
 def _count(value: Any) -> int:

@@ -1,7 +1,7 @@
 """Plain Python values as JSON and back, without pickle: what schedulers, samplers and users want kept.
 
-The one idea: JSON knows texts, numbers, lists and mappings with textual keys; every other kind that is data and
-no behaviour gets a tag. What is behaviour (functions, objects of classes) is refused by its path, so a
+The one idea: JSON knows texts, numbers, lists and mappings with textual keys; every other kind that is data
+and no behaviour gets a tag. What is behaviour (functions, objects of classes) is refused by its path, so a
 checkpoint never runs code when it is read.
 """
 
@@ -11,7 +11,7 @@ import base64
 import collections
 import math
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from attrs import frozen
@@ -21,6 +21,11 @@ from colossal_core.errors import CheckpointError, UsageError
 __all__ = ["PackedArray", "pack", "unpack"]
 
 TAG = "$kind"
+
+_LONG_INTEGER_BITS = 4096
+"""Longer integers are stored as hexadecimal text: Python refuses to read decimal numbers of 4300 digits."""
+
+Convert = Callable[[Any], Any]
 
 
 @frozen
@@ -40,68 +45,65 @@ class PackedArray:
     data: bytes
 
 
-def pack(value: Any, where: str, *, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+def _keep(value: Any) -> Any:
+    """Return a value as it is."""
+    return value
+
+
+def pack(value: Any, where: str, *, convert: Convert = _keep) -> Any:
     """Return a value that ``json.dumps(..., allow_nan=False)`` accepts.
 
+    Subclasses become what they are made of: a named tuple a tuple, an ordered dictionary a dictionary, an
+    enum of texts a text.
+
     Args:
-        value: None, booleans, numbers, texts, bytes, lists, tuples, sets, mappings, and what ``convert`` makes of
-            other objects, nested.
+        value: None, booleans, numbers, texts, bytes, paths, lists, tuples, deques, sets, mappings, and what
+            ``convert`` makes of other objects, nested.
         where: What the value is, for messages.
-        convert: Turns an object of another kind into one of these, a :class:`PackedArray` for example; returns
-            what it does not know as it is.
+        convert: Turns an object of another kind into one of these, a :class:`PackedArray` for example;
+            returns what it does not know as it is.
 
     Raises:
-        UsageError: Something is of another kind; names its path and type.
+        UsageError: Something is of another kind, or contains itself; names its path and type.
     """
+    try:
+        return _pack(value, where, convert)
+    except RecursionError as err:
+        raise UsageError(
+            f"{where} is nested too deep for a checkpoint, or contains itself",
+            hint="keep numbers, texts, lists, mappings and tensors that do not contain themselves",
+        ) from err
+
+
+def _pack(value: Any, where: str, convert: Convert) -> Any:
+    """Pack what JSON has a form for, and leave the rest to tags."""
     value = convert(value)
-    if value is None or type(value) in {bool, int, str}:
+    kind = type(value)
+    if value is None or kind in {bool, str}:
         return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
-    if type(value) is list:
-        return [pack(item, f"{where}[{i}]", convert=convert) for i, item in enumerate(value)]
-    if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:
-        return {key: pack(item, f"{where}[{key!r}]", convert=convert) for key, item in value.items()}
+    if kind is int and value.bit_length() <= _LONG_INTEGER_BITS:
+        return value
+    if kind is float and math.isfinite(value):
+        return value
+    if kind is list:
+        return [_pack(item, f"{where}[{i}]", convert) for i, item in enumerate(value)]
+    if kind is dict and all(type(key) is str for key in value) and TAG not in value:
+        return {key: _pack(item, f"{where}[{key!r}]", convert) for key, item in value.items()}
     return _pack_tagged(value, where, convert)
 
 
-def _pack_tagged(value: Any, where: str, convert: Callable[[Any], Any]) -> Any:
+def _pack_tagged(value: Any, where: str, convert: Convert) -> dict[str, Any] | bool | int | float | str:
     """Pack what JSON has no form for."""
-    if isinstance(value, PackedArray):
-        data = base64.b64encode(value.data).decode()
-        return {
-            TAG: "array",
-            "library": value.library,
-            "dtype": value.dtype,
-            "shape": [*value.shape],
-            "data": data,
-        }
-    if isinstance(value, bytes | bytearray):
-        return {TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if type(value) is complex:
-        return {TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
-    if isinstance(value, PurePath):
-        return {TAG: "path", "value": str(value)}
-    # A named tuple loses its names: its class cannot be found again without running foreign code.
-    kinds = {tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque", list: "list"}
-    for kind, name in kinds.items():
-        if isinstance(value, kind):
-            items = sorted(value, key=repr) if name in {"set", "frozenset"} else value
-            return {
-                TAG: name,
-                "items": [pack(item, f"{where}[{i}]", convert=convert) for i, item in enumerate(items)],
-            }
-    if isinstance(value, Mapping):
-        name = "counter" if isinstance(value, collections.Counter) else "mapping"
-        items = [
-            [pack(key, f"{where} key", convert=convert), pack(item, f"{where}[{key!r}]", convert=convert)]
-            for key, item in value.items()
-        ]
-        return {TAG: name, "items": items}
+    packed = _pack_container(value, where, convert)
+    if packed is None:
+        packed = _pack_leaf(value)
+    if packed is not None:
+        return packed
     # Subclasses of numbers and texts (numpy.float64, enums of texts) are kept as the plain value.
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return pack(plain(value), where)
+    for plain in (int, float, str):
+        if isinstance(value, plain) and type(value) is not plain:
+            result: int | float | str = _pack(plain(value), where, _keep)
+            return result
     raise UsageError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep: "
         "it stores data, never objects that would run code when they are loaded",
@@ -109,7 +111,58 @@ def _pack_tagged(value: Any, where: str, convert: Callable[[Any], Any]) -> Any:
     )
 
 
-def unpack(value: Any, *, revert: Callable[[PackedArray], Any] = lambda array: array) -> Any:
+def _pack_leaf(value: Any) -> dict[str, Any] | None:
+    """Pack a value that holds no others, or return None for one of another kind."""
+    packed: dict[str, Any] | None = None
+    if isinstance(value, PackedArray):
+        data = base64.b64encode(value.data).decode()
+        array = {"library": value.library, "dtype": value.dtype, "shape": [*value.shape], "data": data}
+        packed = {TAG: "array", **array}
+    elif isinstance(value, bytes | bytearray):
+        name = "bytes" if isinstance(value, bytes) else "bytearray"
+        packed = {TAG: name, "value": base64.b64encode(value).decode()}
+    elif type(value) is float:
+        packed = {TAG: "float", "value": repr(value)}
+    elif type(value) is int:
+        packed = {TAG: "int", "value": hex(value)}
+    elif isinstance(value, complex):
+        packed = {TAG: "complex", "value": [repr(float(value.real)), repr(float(value.imag))]}
+    elif isinstance(value, PurePath):
+        packed = {TAG: "path", "value": str(value)}
+    return packed
+
+
+_CONTAINERS: Mapping[type[Any], str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    collections.deque: "deque",
+    list: "list",
+}
+
+
+def _pack_container(value: Any, where: str, convert: Convert) -> dict[str, Any] | None:
+    """Pack a value that holds others, or return None for one of another kind."""
+    # A named tuple loses its names: its class cannot be found again without running foreign code.
+    for kind, name in _CONTAINERS.items():
+        if isinstance(value, kind):
+            items = sorted(value, key=repr) if name in {"set", "frozenset"} else value
+            packed = {
+                TAG: name,
+                "items": [_pack(item, f"{where}[{i}]", convert) for i, item in enumerate(items)],
+            }
+            return {**packed, "maxlen": value.maxlen} if name == "deque" else packed
+    if isinstance(value, Mapping):
+        name = "counter" if isinstance(value, collections.Counter) else "mapping"
+        pairs = [
+            [_pack(key, f"{where} key", convert), _pack(item, f"{where}[{key!r}]", convert)]
+            for key, item in value.items()
+        ]
+        return {TAG: name, "items": pairs}
+    return None
+
+
+def unpack(value: Any, *, revert: Callable[[PackedArray], Any] = _keep) -> Any:
     """Return what :func:`pack` was given.
 
     Args:
@@ -126,40 +179,46 @@ def unpack(value: Any, *, revert: Callable[[PackedArray], Any] = lambda array: a
     if TAG not in value:
         return {key: unpack(item, revert=revert) for key, item in value.items()}
     try:
-        return _unpack_tagged(value, revert)
-    except (KeyError, TypeError, ValueError) as err:
+        return _UNPACKERS[value[TAG]](value, lambda item: unpack(item, revert=revert), revert)
+    except (KeyError, TypeError, ValueError, IndexError) as err:
         raise CheckpointError(
             f"a stored value of kind {value.get(TAG)!r} is malformed: {err!r}",
             hint="the manifest was changed by hand, or written by a newer version of colossal-core",
         ) from err
 
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": collections.deque,
-    "list": list,
+_Unpacker = Callable[[dict[str, Any], Convert, Convert], Any]
+
+
+def _unpack_items(make: Callable[[list[Any]], Any]) -> _Unpacker:
+    """Return what makes a container of a stored list."""
+    return lambda value, inner, _revert: make([inner(item) for item in value["items"]])
+
+
+def _unpack_pairs(make: Callable[[dict[Any, Any]], Any]) -> _Unpacker:
+    """Return what makes a mapping of stored pairs."""
+    return lambda value, inner, _revert: make({inner(key): inner(item) for key, item in value["items"]})
+
+
+def _unpack_array(value: dict[str, Any], _inner: Convert, revert: Convert) -> Any:
+    """Make an array of its bytes."""
+    data = base64.b64decode(value["data"], validate=True)
+    return revert(PackedArray(value["library"], value["dtype"], tuple(value["shape"]), data))
+
+
+_UNPACKERS: Mapping[str, _Unpacker] = {
+    "float": lambda value, _inner, _revert: float(value["value"]),
+    "int": lambda value, _inner, _revert: int(value["value"], 16),
+    "complex": lambda value, _inner, _revert: complex(float(value["value"][0]), float(value["value"][1])),
+    "bytes": lambda value, _inner, _revert: base64.b64decode(value["value"], validate=True),
+    "bytearray": lambda value, _inner, _revert: bytearray(base64.b64decode(value["value"], validate=True)),
+    "path": lambda value, _inner, _revert: Path(value["value"]),
+    "tuple": _unpack_items(tuple),
+    "set": _unpack_items(set),
+    "frozenset": _unpack_items(frozenset),
+    "list": _unpack_items(list),
+    "deque": lambda value, inner, _revert: collections.deque(map(inner, value["items"]), value["maxlen"]),
+    "mapping": _unpack_pairs(dict),
+    "counter": _unpack_pairs(collections.Counter),
+    "array": _unpack_array,
 }
-
-
-def _unpack_tagged(value: dict[str, Any], revert: Callable[[PackedArray], Any]) -> Any:
-    """Unpack what carries a tag."""
-    kind = value[TAG]
-    if kind == "float":
-        return float(value["value"])
-    if kind == "complex":
-        return complex(float(value["value"][0]), float(value["value"][1]))
-    if kind == "bytes":
-        return base64.b64decode(value["value"], validate=True)
-    if kind == "path":
-        return str(value["value"])
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([unpack(item, revert=revert) for item in value["items"]])
-    if kind in {"mapping", "counter"}:
-        pairs = {unpack(key, revert=revert): unpack(item, revert=revert) for key, item in value["items"]}
-        return collections.Counter(pairs) if kind == "counter" else pairs
-    if kind == "array":
-        data = base64.b64decode(value["data"], validate=True)
-        return revert(PackedArray(value["library"], value["dtype"], tuple(value["shape"]), data))
-    raise ValueError(kind)

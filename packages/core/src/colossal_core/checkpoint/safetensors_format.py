@@ -1,9 +1,9 @@
 """The safetensors format: eight bytes of length, a JSON header, and the elements of each tensor.
 
-The one idea: a file is planned before it is written, so tensors are streamed into it in pieces of any size, by
-several ranks at once; and a header is checked before anything else is read, so a file that is no safetensors
-file, or is cut short, is named and not interpreted. The library of the same name does neither; files are the
-same, byte for byte readable by it.
+The one idea: a file is planned before it is written, so tensors are streamed into it in pieces of any size,
+by several ranks at once; and a header is checked before anything else is read, so a file that is no
+safetensors file, or is cut short, is named and not interpreted. The library of the same name streams nothing;
+files are the same, readable by it.
 
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
@@ -21,7 +21,7 @@ from attrs import field, frozen
 
 from colossal_core.errors import CheckpointError
 
-__all__ = ["ITEM_BYTES", "Header", "Stored", "encode_header", "read_header"]
+__all__ = ["ITEM_BYTES", "LARGEST_HEADER", "Header", "Stored", "encode_header", "read_header", "unique_names"]
 
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -131,27 +131,19 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: The file is missing, cut short, or no safetensors file; names it.
     """
+    size, prefix, text = _read_raw(path)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or not 2 <= length <= min(LARGEST_HEADER, size - 8):
-                raise _refusal(path, f"its {size} bytes do not begin with the length of a header")
-            text = file.read(length)
-    except OSError as err:
-        raise CheckpointError(
-            f"cannot read {path}: {err.strerror or err}", hint="check that the file exists and is readable"
-        ) from err
-    try:
-        plain = json.loads(text, object_pairs_hook=_unique)
-    except ValueError as err:
+        plain = json.loads(text, object_pairs_hook=unique_names)
+    except (ValueError, RecursionError) as err:
         raise _refusal(path, f"its header is no JSON ({err})") from err
     if not isinstance(plain, dict):
         raise _refusal(path, "its header is no mapping")
     metadata = plain.pop("__metadata__", {})
-    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in plain.items()}
-    end = 8 + length
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _refusal(path, "its metadata is no mapping of texts")
+    start = len(prefix) + len(text)
+    tensors = {name: _stored(path, name, entry, start) for name, entry in plain.items()}
+    end = start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if stored.start != end:
             raise _refusal(path, f"tensor {name!r} begins at byte {stored.start}, expected {end}")
@@ -161,9 +153,26 @@ def read_header(path: Path) -> Header:
             f"{path} has {size} bytes, its header describes {end}",
             hint="the file was cut short or appended to: restore it, or load an older checkpoint",
         )
-    return Header(
-        tensors=tensors, num_bytes=8 + length, file_bytes=size, metadata=metadata, raw=prefix + text
-    )
+    return Header(tensors=tensors, num_bytes=start, file_bytes=size, metadata=metadata, raw=prefix + text)
+
+
+def _read_raw(path: Path) -> tuple[int, bytes, bytes]:
+    """Return the size of a file, its first eight bytes, and the text of its header."""
+    try:
+        if not path.is_file() and path.exists():  # opening a pipe could block
+            raise _refusal(path, "it is no plain file")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            text = file.read(length) if 2 <= length <= min(LARGEST_HEADER, size - 8) else b""
+    except OSError as err:
+        raise CheckpointError(
+            f"cannot read {path}: {err.strerror or err}", hint="check that the file exists and is readable"
+        ) from err
+    if not text:
+        raise _refusal(path, f"its {size} bytes do not begin with the length of a header")
+    return size, prefix, text
 
 
 def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
@@ -171,16 +180,21 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         start, stop = entry["data_offsets"]
-        numbers_fit = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-        if not numbers_fit or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise ValueError(entry)
+        fits = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        fits = fits and stop - start == math.prod(shape) * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as err:
         raise _refusal(path, f"the entry of tensor {name!r} is {entry!r}") from err
+    if not fits:
+        raise _refusal(path, f"the entry of tensor {name!r} is {entry!r}, whose numbers do not agree")
     return Stored(dtype=dtype, shape=shape, start=start + base, stop=stop + base)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a name that appears twice, which readers would understand differently."""
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a mapping of a JSON object, but refuse a name twice, which readers would understand differently.
+
+    Raises:
+        ValueError: A name appears twice.
+    """
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name appears twice")

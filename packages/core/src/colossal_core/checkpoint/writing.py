@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -11,7 +14,7 @@ from colossal_core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from colossal_core.checkpoint.safetensors_format import encode_header
 from colossal_core.errors import CheckpointError
 
-__all__ = ["sync_directory", "write_tensors", "write_text"]
+__all__ = ["Buffer", "sync_directory", "write_all", "write_tensors", "write_text"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -39,25 +42,50 @@ def write_tensors(
     spans: list[Span] = []
     name = "the header"
     try:
-        with path.open("xb", buffering=0) as file:
+        file = io.FileIO(path, "xb")
+    except OSError as err:
+        raise _refusal(path, f"cannot create {path}", err) from err
+    try:
+        with file:
             write_all(file.fileno(), header.raw)
             for (name, _, _), blocks in zip(entries, contents, strict=True):
-                checksums = []
-                for block in blocks:
-                    checksums.append(zlib.crc32(block))
-                    write_all(file.fileno(), block)
-                spans.append((header.tensors[name].start, tuple(checksums)))
+                spans.append((header.tensors[name].start, _write_blocks(file.fileno(), blocks)))
+                assert file.tell() == header.tensors[name].stop, f"{name!r} has other bytes than planned"
             os.fsync(file.fileno())
-    except OSError as err:
-        path.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write {name!r} to {path}: {err.strerror or err} ({header.file_bytes} bytes in all)",
-            hint="free space or choose another directory; earlier checkpoints are as they were",
-        ) from err
+    except BaseException as err:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        if isinstance(err, OSError):
+            what = f"cannot write {name!r} to {path}, which has {header.file_bytes} bytes when complete"
+            raise _refusal(path, what, err) from err
+        raise
     record = FileRecord(
         num_bytes=header.file_bytes, header_bytes=header.num_bytes, checksum=zlib.crc32(header.raw)
     )
     return record, spans
+
+
+def _write_blocks(handle: int, blocks: Iterable[Buffer]) -> tuple[int, ...]:
+    """Write the blocks of a tensor and return their checksums."""
+    checksums = []
+    for block in blocks:
+        checksums.append(zlib.crc32(block))
+        write_all(handle, block)
+    return tuple(checksums)
+
+
+def _refusal(path: Path, what: str, error: OSError) -> CheckpointError:
+    """Return the error for what the system refuses."""
+    where = path.parent
+    if error.errno == errno.ENOENT and not where.is_dir():
+        return CheckpointError(
+            f"{what}: its directory {where} has vanished",
+            hint="let no other process clear up in this directory, and save again",
+        )
+    return CheckpointError(
+        f"{what}: {error.strerror or error}",
+        hint="free space or choose another directory; earlier checkpoints are as they were",
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -75,11 +103,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.replace(path)
         sync_directory(path.parent)
     except OSError as err:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write {path}: {err.strerror or err}",
-            hint="free space or choose another directory; earlier checkpoints are as they were",
-        ) from err
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _refusal(path, f"cannot write {path}", err) from err
 
 
 def sync_directory(path: Path) -> None:
@@ -89,12 +115,17 @@ def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as err:
+        # Some file systems on a network have nothing to do here and say so.
+        if err.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF}:
+            raise
     finally:
         os.close(handle)
 
 
 def write_all(handle: int, data: Buffer) -> None:
     """Write all bytes; one call of the system may write fewer."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data)
+    view = view.cast("B") if view.nbytes else view[:0]  # an empty view of several dims has no cast
     while view:
         view = view[os.write(handle, view[: 64 * BLOCK_BYTES]) :]
