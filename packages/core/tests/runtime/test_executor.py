@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,67 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_core import Booster
-from colossal_core.errors import ColossalError, RankMismatchError, UsageError
+from colossal_core.errors import UsageError
 from colossal_core.runtime.batches import loss_weight, split_batch
 from colossal_testkit import run_ranks
 
 from .stories import assert_close, tiny_buffers
+from .taggers import Flat, Tagger, cross_entropy, share_of
 
 CPU = torch.device("cpu")
-
-
-class Tagger(nn.Module):
-    """Classifies every token."""
-
-    def __init__(self) -> None:
-        """Build it in fp64."""
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 4)
-        self.double()
-
-    def forward(self, tokens: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """Map tokens ``[n, t]`` to logits ``[n * t, 4]``."""
-        hidden = self.embed(tokens)
-        if scale is not None:
-            hidden = hidden * scale[:, None, None]
-        logits: torch.Tensor = self.head(hidden).flatten(0, 1)
-        return logits
-
-
-ROWS = (3, 1, 2)
-"""Rows of each rank: the shares of a global batch of six."""
-
-
-def share_of(rank: int, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's tokens and targets, a part of which is to be ignored; on rank 1 sometimes all."""
-    generator = torch.Generator().manual_seed(step)
-    rows = ROWS[:world_size]
-    tokens = torch.randint(11, (sum(rows), 5), generator=generator)
-    target = torch.randint(4, (sum(rows), 5), generator=generator)
-    target[torch.rand(target.shape, generator=generator) < 0.4] = -100
-    first = sum(rows[:rank])
-    if step == 1 and world_size > 1:
-        target[rows[0] : rows[0] + rows[1]] = -100
-    return tokens[first : first + rows[rank]], target[first : first + rows[rank]]
-
-
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Average over the tokens that count, by hand."""
-    return F.cross_entropy(logits, target.flatten())
 
 
 def count_targets(batch: Any) -> float:
     """Count the tokens that count."""
     return float((batch[1] != -100).sum())
-
-
-class Flat(nn.CrossEntropyLoss):
-    """torch's loss on flat targets."""
-
-    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Flatten the target."""
-        return super().forward(logits, target.flatten())
 
 
 def squared(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -263,121 +214,6 @@ def test_impossible_weights_are_refused(weight: float) -> None:
     """A weight is a finite number of at least 0."""
     with pytest.raises(UsageError, match="the weight of the batch is"):
         weigh(nn.MSELoss(), torch.ones(2, 3), weight)
-
-
-# --- errors of one rank ----------------------------------------------------------------------------------
-
-
-def none(_outputs: Any, _target: Any) -> Any:
-    """Return no loss."""
-    return None
-
-
-def vector(outputs: torch.Tensor, _target: Any) -> torch.Tensor:
-    """Return a loss for each token."""
-    return outputs.square().sum(1)
-
-
-def detached(outputs: torch.Tensor, _target: Any) -> torch.Tensor:
-    """Return a loss without a graph."""
-    return outputs.detach().mean()
-
-
-def number(_outputs: Any, _target: Any) -> Any:
-    """Return a float."""
-    return 1.0
-
-
-MISTAKES: dict[str, tuple[Any, Any, Any, str]] = {
-    "batch": ("three", Flat(), None, "a batch is tuple of length 3"),
-    "none": (None, none, None, "the criterion returned None"),
-    "vector": (None, vector, None, r"a tensor of shape \(5,\), expected a scalar"),
-    "detached": (None, detached, None, "the loss does not require gradients"),
-    "number": (None, number, None, "the criterion returned 1.0"),
-    "no criterion": (None, None, None, "without a criterion the model's output has a loss of None"),
-    "weight": (None, Flat(), -2.0, "the weight of the batch is -2.0"),
-    "reduction": (None, Flat(reduction="none"), None, "reduction='none'"),
-}
-
-
-def make_mistake(name: str, wrong: int, call: str) -> list[str]:
-    """Make a mistake on one rank; return the errors of all, and go on with a good step."""
-    form, criterion, weight, _ = MISTAKES[name]
-    torch.manual_seed(0)
-    model: Any = Tagger()
-    booster = Booster(precision="fp64")
-    with tiny_buffers(200, 60):
-        model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    tokens, target = share_of(1, 0, 2)
-    batch: Any = (tokens, target)
-    is_wrong = dist.get_rank() == wrong
-    errors = []
-    try:
-        given = (*batch, target) if is_wrong and form == "three" else batch
-        chosen = criterion if is_wrong else Flat()
-        if call == "evaluate":
-            booster.evaluate(model, given, chosen)
-        else:
-            booster.forward_backward(model, given, chosen, weight=weight if is_wrong else None)
-    except ColossalError as error:
-        errors.append(f"{type(error).__name__}: {error}")
-    optimizer.zero_grad()
-    loss = booster.forward_backward(model, batch, Flat())
-    optimizer.step()
-    return [*errors, f"{float(loss):.6f}", f"{float(optimizer.grad_norm):.6f}"]
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_a_mistake_of_one_rank_is_an_error_of_all(name: str, wrong: int) -> None:
-    """The rank says what is wrong, the others say which rank; a good step follows."""
-    results = run_ranks(make_mistake, 2, name, wrong, "train", timeout_seconds=15)
-
-    message = MISTAKES[name][3]
-    for rank, (error, *after) in enumerate(results):
-        kind = "UsageError" if rank == wrong else f"RankMismatchError: rank {wrong} could not go on"
-        assert error.startswith(kind), error
-        assert re.search(message, error), error
-        assert "next: " in error
-        assert after == results[0][1:]
-
-
-@pytest.mark.parametrize("name", ["batch", "none", "vector"])
-def test_a_mistake_in_evaluation_is_an_error_of_all(name: str) -> None:
-    """``evaluate`` sends the same two messages."""
-    results = run_ranks(make_mistake, 2, name, 1, "evaluate", timeout_seconds=15)
-
-    assert results[1][0].startswith("UsageError")
-    assert results[0][0].startswith("RankMismatchError: rank 1 could not go on")
-    assert results[0][1:] == results[1][1:]
-
-
-def go_wrong_then_be_nan() -> tuple[str, float]:
-    """Recover from a mistake, and meet a loss that is NaN by itself later."""
-    model: Any = Tagger()
-    booster = Booster(precision="fp64")
-    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = share_of(0, 0, 2)
-    message = ""
-    try:
-        booster.forward_backward(model, batch, none if dist.get_rank() == 0 else Flat())
-    except (UsageError, RankMismatchError) as error:
-        message = str(error)
-    optimizer.zero_grad()
-    loss = booster.forward_backward(model, batch, spoiled)
-    return message, float(loss)
-
-
-def spoiled(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a loss that is NaN."""
-    return cross_entropy(logits, target) * math.nan
-
-
-def test_an_old_mistake_is_not_blamed_for_a_loss_that_is_nan() -> None:
-    """A NaN loss comes back as it is; the step then raises for the gradients."""
-    for message, loss in run_ranks(go_wrong_then_be_nan, 2):
-        assert "None" in message
-        assert math.isnan(loss)
 
 
 def ignore_everything() -> list[str]:

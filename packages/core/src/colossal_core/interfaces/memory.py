@@ -66,6 +66,12 @@ class AbstractMemoryManager(ABC):
     def skip(self, optimizer: int) -> None:
         """Close the window without an update; gradients, values and states stay as they are."""
 
+    def drop_gradients(self) -> None:  # noqa: B027 - nothing is on its way in most managers
+        """Drop all gradients, those on their way as well, after an error that every rank raises; collective.
+
+        The default serves managers that send nothing before :meth:`finish`; the user clears gradients there.
+        """
+
     @abstractmethod
     def non_finite(self, optimizer: int) -> list[str]:
         """Return the parameters whose reduced gradient on this rank is not finite, as ``model.name``."""

@@ -117,7 +117,9 @@ def build_engine(
     _create_groups(context, agreement, len(objects.optimizers))
     proposed.manager.attach(objects.models, objects.optimizers, context)
     borders = [strategy.borders(objects.models, context) for _, strategy, _ in proposed.strategies]
-    executor = _choose_executor(proposed, context) or PlainExecutor(context, agreement)
+    executor = _choose_executor(proposed, context) or PlainExecutor(
+        context, agreement, drop_gradients=proposed.manager.drop_gradients
+    )
     engine = Engine(
         context=context,
         manager=proposed.manager,

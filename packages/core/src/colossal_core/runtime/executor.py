@@ -3,6 +3,13 @@
 The one idea: the weights of all ranks are summed while forward runs, so the loss can be scaled before
 backward and gradients need nothing but the sum that they get anyway. Loss and weight are one fp64 number
 each: 16 bytes per step.
+
+# Note [Failures of one rank]
+A rank that cannot go on sends NaN in place of its numbers, and the others then find its reason. They run
+forward and backward while the numbers travel, and all gradients of the step are dropped on every rank, since
+some may have left already. Two cases are *careful*, and wait for each number before they go on: models whose
+forward communicates, as synchronised BatchNorms do, would wait there for a rank that does not come; and in
+an accumulation window the gradients of the micro-batches before must stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from colossal_core.errors import ColossalError, UsageError
 from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.batches import Call, Weight, loss_of, loss_weight, split_batch
+from colossal_core.runtime.batchnorm import Synchronised
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,8 +41,14 @@ __all__ = ["PlainExecutor"]
 class PlainExecutor(AbstractExecutor):
     """Runs a step on one model replica per data coordinate."""
 
-    def __init__(self, context: Context, agreement: Agreement) -> None:
-        """Use the group of all ranks that bring different samples; collective, since it may create it."""
+    def __init__(self, context: Context, agreement: Agreement, *, drop_gradients: Callable[[], None]) -> None:
+        """Use the group of all ranks that bring different samples; collective, since it may create it.
+
+        Args:
+            context: Mesh, collectives and plan.
+            agreement: How ranks tell each other why they cannot go on.
+            drop_gradients: Called on every rank when some rank could not go on.
+        """
         layout = context.mesh.layout
         self._context = context
         self._agreement = agreement
@@ -42,6 +56,9 @@ class PlainExecutor(AbstractExecutor):
             GroupSpec(tuple(axis.name for axis in layout.axes if axis.divides_batch))
         )
         self._degree = layout.gradient_divisor
+        self._drop_gradients = drop_gradients
+        self._has_failed = False
+        self._communicating: dict[nn.Module, bool] = {}
 
     def run(
         self,
@@ -56,18 +73,33 @@ class PlainExecutor(AbstractExecutor):
             UsageError: The batch, the criterion or the loss is not as documented; on the rank where it is so.
             RankMismatchError: It is so on another rank.
         """
+        self._has_failed = False
+        try:
+            return self._run(model, batch, criterion, weight)
+        except Exception:
+            if self._has_failed and not self._is_careful(model):
+                self._drop_gradients()
+            raise
+
+    def _run(
+        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
+    ) -> torch.Tensor:
+        """Run forward and backward."""
         self._agreement.begin_exchange()
         call, share, weights = self._weigh(model, batch, criterion, weight)
         # Rows that the user gives no weight at all are in the global batch no more than a stand-in is.
         rows = self._context.row_weights
         with rows.set(0.0 if weight is not None and share == 0 else rows.value):
-            outputs = model(*call.args, **call.kwargs)
+            outputs = self._forward(model, call)
             loss = self._loss(outputs, call, criterion, needs_gradient=True)
             if share == 0 or self._stands_in:  # take part with zero gradients, whatever 0 / 0 the loss is
                 loss = _zero_through(outputs, loss)
             part = self._part(share, weights)
             mean = loss.detach().double() * part
             pending = self._context.collectives.all_reduce(mean, self._group, phase="loss")
+            if self._is_careful(model):
+                pending.wait()
+                self._check(mean, weights)
             ratio = self._context.weights.ratio(weights[0])
             factor = part * self._degree if ratio is None else part * self._degree * ratio
             scale = self._context.arrivals.scale
@@ -94,7 +126,7 @@ class PlainExecutor(AbstractExecutor):
         try:
             with torch.no_grad():
                 call, share, weights = self._weigh(model, batch, criterion, None)
-                outputs = model(*call.args, **call.kwargs)
+                outputs = self._forward(model, call)
                 loss = self._loss(outputs, call, criterion, needs_gradient=False)
                 counts = share != 0 and not self._stands_in
                 mean = loss.double() if counts else torch.zeros_like(weights[0])
@@ -122,14 +154,39 @@ class PlainExecutor(AbstractExecutor):
             call = split_batch(batch, self._context.mesh.device)
             share, rule = loss_weight(batch, call, criterion, weight, model)
         except ColossalError as err:
-            self._fail(err, num_messages=2)
+            self._fail(err, num_messages=1 if self._is_careful(model) else 2)
             raise
         self._context.weights.rule = rule
         if share is not None and self._stands_in:
             share = 0.0
         own = 1.0 / self._group.size if share is None else share
         total = torch.full((), own, dtype=torch.float64, device=self._context.mesh.device)
-        return call, share, (total, self._context.collectives.all_reduce(total, self._group, phase="loss"))
+        pending = self._context.collectives.all_reduce(total, self._group, phase="loss")
+        if self._is_careful(model):
+            pending.wait()
+            self._check(total, (total, pending))
+        return call, share, (total, pending)
+
+    def _is_careful(self, model: nn.Module) -> bool:
+        """Whether this rank waits for the numbers of the others; see Note [Failures of one rank]."""
+        return self._context.weights.is_active or self._communicates(model)
+
+    def _communicates(self, model: nn.Module) -> bool:
+        """Whether forward waits for the other ranks."""
+        if model not in self._communicating:
+            found = any(isinstance(module, Synchronised) for module in model.modules())
+            self._communicating[model] = found and self._group.size > 1
+        return self._communicating[model]
+
+    def _forward(self, model: nn.Module, call: Call) -> Any:
+        """Call the model; where it fails on this rank only, the others know why."""
+        try:
+            return model(*call.args, **call.kwargs)
+        except Exception as err:
+            if not self._communicates(model):  # else the others may be anywhere inside of it
+                told = f"{type(err).__name__}: {err}"
+                self._fail(err if isinstance(err, ColossalError) else ColossalError(told), num_messages=1)
+            raise
 
     def _loss(
         self,
@@ -163,6 +220,7 @@ class PlainExecutor(AbstractExecutor):
         """Raise when a rank could not take part, or when nothing counted; a loss may be NaN by itself."""
         if bool(torch.isfinite(mean)):
             return
+        self._has_failed = True
         self._agreement.raise_noted_failure()
         total = float(weights[0])
         if not total > 0:
@@ -170,9 +228,11 @@ class PlainExecutor(AbstractExecutor):
                 f"the weights of all ranks sum to {total}: no rank has a target that counts",
                 hint="skip this batch on all ranks, or check ignore_index and the targets",
             )
+        self._has_failed = False
 
     def _fail(self, error: ColossalError, *, num_messages: int) -> None:
         """Let the other ranks know why this one cannot go on, in place of the messages that they wait for."""
+        self._has_failed = True
         self._agreement.note_failure(error)
         for _ in range(num_messages):
             message = torch.full((), math.nan, dtype=torch.float64, device=self._context.mesh.device)

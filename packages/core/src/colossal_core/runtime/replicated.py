@@ -272,6 +272,13 @@ class ReplicatedManager(AbstractMemoryManager):
         owned.window.show(gradients=shows, scale=factor)
         owned.is_summed = False
 
+    def drop_gradients(self) -> None:
+        """Answer what other ranks have sent, and clear everything."""
+        for owned in self._owned:
+            owned.window.drain()
+            owned.window.discard()
+            owned.is_summed = False
+
     def non_finite(self, optimizer: int) -> list[str]:
         """Return the parameters with a non-finite gradient."""
         owned = self._owned[optimizer]
