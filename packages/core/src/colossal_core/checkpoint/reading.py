@@ -99,12 +99,16 @@ class BlockReader:
         Raises:
             CheckpointError: A file is missing or cut short, or a block is damaged; names file and tensor.
         """
+        yield from self.read_boxes(name, tensor, [wanted])
+
+    def read_boxes(self, name: str, tensor: TensorRecord, wanted: Sequence[Box]) -> Iterator[Block]:
+        """Yield the blocks that hold elements of any of some boxes, each once; otherwise as :meth:`read`."""
         for piece in tensor.pieces:
-            common = piece.box.intersect(wanted)
-            if common is None:
-                continue
-            inside = common.shifted([-start for start in piece.box.offset])
-            for index in _blocks_of(piece.box.size, inside, tensor.item_bytes):
+            back = [-start for start in piece.box.offset]
+            common = [box for box in map(piece.box.intersect, wanted) if box is not None]
+            inside = [box.shifted(back) for box in common]
+            needed = {n for box in inside for n in _blocks_of(piece.box.size, box, tensor.item_bytes)}
+            for index in sorted(needed):
                 yield self.read_block(name, tensor, piece, index)
 
     def read_all(self, name: str, tensor: TensorRecord) -> Iterator[Block]:
