@@ -106,13 +106,49 @@ def regroup(turn: Turn) -> None:
         (Layers, adam_over_all, regroup),
     ],
 )
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parameters_that_join_leave_or_move_are_exact(
     build: Callable[[], nn.Module],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     after: Callable[[Turn], None],
+    world_size: int,
 ) -> None:
     """Groups may change after boost; buffers of several generations never mix up their messages."""
-    check(Story(play=play_branches, after=after, build=build, optimizer=optimizer, steps=8), world_size=3)
+    story = Story(play=play_branches, after=after, build=build, optimizer=optimizer, steps=8)
+
+    check(story, world_size=world_size)
+
+
+def add_in_the_middle() -> tuple[list[str], float]:
+    """Unfreeze a layer into a group between two backward passes; return what ``p.grad`` shows and the norm."""
+    torch.manual_seed(0)
+    model: Any = half_frozen()
+    optimizer: Any = adam_over_trainable(model)
+    with tiny_buffers():
+        model, optimizer = Booster(precision="fp64").boost(model, optimizer)
+    model(batch_of(dist.get_rank(), 0)).square().mean().backward()
+    model.second.requires_grad_(requires_grad=True)
+    optimizer.add_param_group({"params": model.second.parameters()})
+    model(batch_of(dist.get_rank(), 1)).square().mean().backward()
+    shown = [repr(value.grad) for value in model.second.parameters()]
+    optimizer.step()
+    return shown, float(optimizer.grad_norm)
+
+
+def test_gradients_of_a_new_group_are_guarded_at_once() -> None:
+    """Between ``add_param_group`` and the next step they are no less local than all others."""
+    results = run_ranks(add_in_the_middle, 2)
+
+    torch.manual_seed(0)
+    model = half_frozen()
+    for step in range(2):
+        for rank in range(2):
+            (model(batch_of(rank, step)).square().mean() / 2).backward()
+        model.get_submodule("second").requires_grad_(requires_grad=True)
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    for shown, found in results:
+        assert ["not reduced yet" in text for text in shown] == [True, True]
+        assert found == pytest.approx(norm, rel=1e-10)
 
 
 def freeze_everything_else() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -66,6 +66,12 @@ class AbstractMemoryManager(ABC):
     def skip(self, optimizer: int) -> None:
         """Close the window without an update; gradients, values and states stay as they are."""
 
+    def regroup(self, optimizer: int) -> None:  # noqa: B027 - finish() is early enough for most managers
+        """Take over what came into the groups of an optimizer since; every rank calls it, as it adds a group.
+
+        The default leaves it to :meth:`finish`, which has to notice changes of groups anyway.
+        """
+
     def drop_gradients(self) -> None:  # noqa: B027 - nothing is on its way in most managers
         """Drop all gradients, those on their way as well, after an error that every rank raises; collective.
 

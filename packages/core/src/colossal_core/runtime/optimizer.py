@@ -246,7 +246,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._engine.manager.load_state(self._index, state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the user's optimizer; its parameters are of the boosted models.
+        """Add a group to the user's optimizer, on every rank; its parameters are of the boosted models.
 
         Raises:
             UsageError: A parameter is not.
@@ -261,6 +261,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         except UsageError:
             self.user.param_groups.pop()
             raise
+        self._engine.manager.regroup(self._index)
 
     def release(self) -> None:
         """Let the user's own optimizer step again, and this one never."""

@@ -199,9 +199,8 @@ class ReplicatedManager(AbstractMemoryManager):
 
     def finish(self, optimizer: int, *, norm_type: float = 2.0) -> float:
         """Reduce all gradients of an optimizer and return their norm."""
+        self.regroup(optimizer)
         owned = self._owned[optimizer]
-        if not _is_same(_grouping(owned.user), owned.grouping):
-            self._take(owned)
         if owned.is_averaged and not owned.window.has_arrivals:
             owned.window.take_over()
             return self._norm(owned, norm_type)
@@ -271,6 +270,12 @@ class ReplicatedManager(AbstractMemoryManager):
         owned.window.open_next()
         owned.window.show(gradients=shows, scale=factor)
         owned.is_summed = False
+
+    def regroup(self, optimizer: int) -> None:
+        """Hook and guard new parameters before the first backward that reaches them."""
+        owned = self._owned[optimizer]
+        if not _is_same(_grouping(owned.user), owned.grouping):
+            self._take(owned)
 
     def drop_gradients(self) -> None:
         """Answer what other ranks have sent, and clear everything."""
