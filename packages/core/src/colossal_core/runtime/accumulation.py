@@ -8,10 +8,10 @@ window closes. A window that closes early is right by itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from collections.abc import Mapping
+from typing import final
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["WEIGHING", "AccumulationWindow", "LossWeights"]
 
@@ -111,11 +111,21 @@ class LossWeights:
         self._before = (self._reference, dict(self._first))
         if self._reference is None:
             self._reference = total.detach().clone()
-        found = total / self._reference
+        found = total / self._reference.to(total.device)
         for index in range(self._num_optimizers):
             # A micro-batch with several losses (real and fake samples of a GAN) counts as its first one.
             self._first.setdefault(index, found)
         return found
+
+    def state(self) -> dict[str, float | None]:
+        """Return what a checkpoint keeps."""
+        return {"reference": None if self._reference is None else float(self._reference)}
+
+    def load_state(self, state: Mapping[str, float | None]) -> None:
+        """Continue from :meth:`state`."""
+        reference = state["reference"]
+        if reference is not None:
+            self._reference = torch.tensor(reference, dtype=torch.float64)
 
     def forget(self) -> None:
         """Take the last :meth:`ratio` back: its loss came to nothing, because a rank could not take part."""

@@ -37,6 +37,7 @@ from colossal_core.runtime.loading import BatchMeaning, prepare_loaders
 from colossal_core.runtime.objects import sort_objects
 from colossal_core.runtime.optimizer import BoostedOptimizer
 from colossal_core.runtime.sources import Place
+from colossal_core.runtime.state_calls import StateCalls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +52,7 @@ __all__ = ["Booster"]
 
 
 @final
-class Booster:
+class Booster(StateCalls):
     """Puts the pieces of a plan together around the user's model and optimizer.
 
     Models and optimizers go into one ``boost`` call; schedulers and loaders may follow in later ones.
@@ -409,11 +410,6 @@ class Booster:
         """Print on rank 0 only."""
         if self.is_first:
             print(*values, **options)  # noqa: T201 - that is what it is for
-
-    @property
-    def step(self) -> int:
-        """Real steps so far, of the first optimizer."""
-        return 0 if self._engine is None else self._engine.num_steps
 
     # --- reports --------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from colossal_core.interfaces import (
 from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.accumulation import LossWeights
+from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.arrivals import Arrivals
 from colossal_core.runtime.batchnorm import install_batchnorms, needs_batchnorms
 from colossal_core.runtime.borders import hook_border
@@ -38,6 +39,7 @@ from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.context import Context
 from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
+from colossal_core.runtime.launch import rendezvous_store
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model, mark_boosted
@@ -49,10 +51,12 @@ from colossal_core.runtime.table import ParameterTable, check_groups
 if TYPE_CHECKING:
     from colossal_core.plan import Plan, PlannedPiece
     from colossal_core.plugins import Registry
-    from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.launch import World
 
 __all__ = ["build_engine"]
+
+PATIENCE_SECONDS = 3600.0
+"""How long a rank waits for others whose disks are slower."""
 
 
 @frozen(kw_only=True)
@@ -126,11 +130,12 @@ def build_engine(
         executor=executor,
         models=objects.models,
         agreement=agreement,
+        patient=Agreement(rendezvous_store(), world.rank, world.world_size, timeout_seconds=PATIENCE_SECONDS),
         observers=registry.observers,
     )
     _install_borders(engine, borders)
     context.undo.append(mark_boosted(objects.models.values()))
-    settle_randomness(proposed.layout, world.rank, agreement)
+    engine.seed = settle_randomness(proposed.layout, world.rank, agreement)
     return engine
 
 

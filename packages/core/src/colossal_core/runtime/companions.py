@@ -40,13 +40,21 @@ def boost_companions(
     for scheduler in found.schedulers:
         followed = _optimizer_of(scheduler, engine)
         if followed is not None:
-            replaced[found.position(scheduler)] = follow_real_steps(scheduler, followed)
+            boosted = follow_real_steps(scheduler, followed)
+            engine.schedulers.append(boosted)
+            replaced[found.position(scheduler)] = boosted
     for loader in loaders:
         # Ranks may begin to read at moments minutes apart, and each loader in an order of its own.
         own = Agreement(rendezvous_store(), world.rank, world.world_size, timeout_seconds=600)
-        replaced[found.position(loader.user)] = BoostedLoader(
-            loader, device=world.device, book=engine.shares, agreement=own
+        boosted_loader = BoostedLoader(
+            loader,
+            device=world.device,
+            book=engine.shares,
+            agreement=own,
+            number=len(engine.loaders),
         )
+        engine.loaders.append(boosted_loader)
+        replaced[found.position(loader.user)] = boosted_loader
     return replaced
 
 

@@ -14,6 +14,7 @@ from attrs import define
 
 from colossal_core.errors import NonFiniteError
 from colossal_core.runtime.averages import Average
+from colossal_core.runtime.checkpointing.saving import Saver
 from colossal_core.runtime.shares import ShareBook
 
 if TYPE_CHECKING:
@@ -57,12 +58,15 @@ class Engine:
         models: The boosted models by name.
         optimizers: The boosted optimizers, in the order of the ``boost`` call.
         handles: Hooks on the models, to be removed at release.
+        observers: Who is told what happens.
         progress: How far the run has come; outlives the engine, for observers of its end.
         schedulers: The boosted schedulers, in the order of the ``boost`` calls.
         loaders: The boosted loaders, in that order.
         averages: Running averages with the name of their model, in the order in which they were made.
         shares: What the boosted loaders gave last.
         agreement: How ranks compare.
+        seed: Seed of the run, which random state derives from.
+        saver: Writes checkpoints.
     """
 
     def __init__(
@@ -73,9 +77,20 @@ class Engine:
         executor: AbstractExecutor,
         models: Mapping[str, nn.Module],
         agreement: Agreement,
+        patient: Agreement,
         observers: Observers,
     ) -> None:
-        """Hold the pieces."""
+        """Hold the pieces.
+
+        Args:
+            context: Mesh, table, collectives, plan and precision.
+            manager: The memory manager.
+            executor: Runs ``forward_backward``.
+            models: Models by name.
+            agreement: How ranks compare.
+            patient: How they do where some wait for the disks of others.
+            observers: Who is told what happens.
+        """
         self.context = context
         self.manager = manager
         self.executor = executor
@@ -94,7 +109,9 @@ class Engine:
         self.averages: list[tuple[str, Average]] = []
         self._followed: list[int] = []
         self.agreement = agreement
-        self._observers = observers
+        self.saver = Saver(self, patient)
+        self.seed = 0
+        self.observers = observers
 
     @property
     def num_steps(self) -> int:
@@ -102,8 +119,9 @@ class Engine:
         return self.progress.num_steps
 
     def before_step(self) -> None:
-        """Tell observers that a step is about to be taken."""
-        self._observers.before_step_taken(self.num_steps)
+        """Hear of a save that is written beside training; tell observers that a step is about to be taken."""
+        self.saver.check()
+        self.observers.before_step_taken(self.num_steps)
 
     def after_step(self, optimizer: int, metrics: Mapping[str, object]) -> None:
         """Close the ledger's step, follow with averages, tell observers; the first optimizer counts steps."""
@@ -113,7 +131,7 @@ class Engine:
         for followed, (_, average) in zip(self._followed, self.averages, strict=True):
             if optimizer == followed:
                 average.update()
-        self._observers.after_step_taken(self.num_steps, metrics)
+        self.observers.after_step_taken(self.num_steps, metrics)
         if optimizer == 0:
             self.progress.num_steps += 1
 
@@ -138,7 +156,7 @@ class Engine:
         try:
             yield
         except Exception as error:
-            self._observers.on_run_error(error, self.num_steps)
+            self.observers.on_run_error(error, self.num_steps)
             raise
 
     def collect_non_finite(self, optimizer: int) -> list[str]:

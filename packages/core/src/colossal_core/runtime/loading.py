@@ -152,10 +152,17 @@ class BoostedLoader(DataLoader[Any]):
 
     Attributes:
         last_share: What this rank holds of the batch that was given last; None before the first.
+        number: Position among the boosted loaders of the Booster.
     """
 
     def __init__(
-        self, prepared: Prepared, *, device: torch.device, book: ShareBook, agreement: Agreement
+        self,
+        prepared: Prepared,
+        *,
+        device: torch.device,
+        book: ShareBook,
+        agreement: Agreement,
+        number: int = 0,
     ) -> None:
         """Take over the user's loader; nothing is read.
 
@@ -164,7 +171,9 @@ class BoostedLoader(DataLoader[Any]):
             device: Where batches go.
             book: Where the loader says what it gave.
             agreement: How ranks compare orders; of this loader alone.
+            number: Position among the boosted loaders of the Booster.
         """
+        self.number = number
         user, self._source = prepared.user, prepared.source
         self._progress = Progress(self._source.order, prepared.seed)
         order = _Order(self._source, self._progress)
@@ -270,7 +279,7 @@ class BoostedLoader(DataLoader[Any]):
 
     def _give(self, opening: Opening) -> Iterator[Any]:
         """Yield the batches, and keep the books."""
-        record = self._book.open()
+        record = self._book.open(self.number)
         epoch = self._progress.at.epoch
         try:
             # A list, so that nothing here holds on to a batch while the user's loop works with it.

@@ -127,6 +127,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def _take_step(self) -> None:
         """Reduce, measure, clip and update, or skip."""
         self._engine.before_step()
+        if self._index == 0:
+            self._engine.shares.note_step()
         # Schedulers that were made over the user's object look there for the order of calls.
         self.user.__dict__["_opt_called"] = True
         manager = self._engine.manager
@@ -150,6 +152,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Whether the next call of :meth:`step` is a real one."""
         is_full = self._window.num_batches + 1 >= self._window.size
         return is_full or self._engine.shares.closes_windows
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether micro-batches of an accumulation window wait for the step that closes it."""
+        return self._window.num_batches > 0
 
     def check_window(self, call: str) -> None:
         """Refuse a call that needs complete gradients inside an accumulation window.

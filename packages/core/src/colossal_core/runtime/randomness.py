@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from colossal_core.mesh import MeshLayout
     from colossal_core.runtime.agreement import Agreement
 
-__all__ = ["reseed", "settle_randomness"]
+__all__ = ["read_states", "reseed", "settle_randomness", "write_states"]
 
 
 def reseed(seed: int, data_coordinate: int) -> None:
@@ -43,27 +43,31 @@ def reseed(seed: int, data_coordinate: int) -> None:
     seed_process(derived)
 
 
-def settle_randomness(layout: MeshLayout, rank: int, agreement: Agreement) -> None:
+def settle_randomness(layout: MeshLayout, rank: int, agreement: Agreement) -> int:
     """Bring the generators of all ranks into the state that they train with; called on every rank by boost.
 
     Args:
         layout: Axes of the run.
         rank: This rank.
         agreement: How ranks compare.
+
+    Returns:
+        The seed of the run.
     """
     if layout.world_size == 1:
-        return
+        return torch.initial_seed()
+    seed = int(agreement.share("seed", str(torch.initial_seed()))[0])
     if layout.data_degree > 1:
-        seed = int(agreement.share("seed", str(torch.initial_seed()))[0])
         reseed(seed, layout.data_coordinate(rank))
-        return
-    mine = _read_states()
+        return seed
+    mine = read_states()
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(agreement.share("random states", digest))) > 1:
-        _write_states(json.loads(agreement.share("states of rank 0", json.dumps(mine))[0]))
+        write_states(json.loads(agreement.share("states of rank 0", json.dumps(mine))[0]))
+    return seed
 
 
-def _read_states() -> dict[str, Any]:
+def read_states() -> dict[str, Any]:
     """Return the states of the generators that are in use here, as plain numbers and texts."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
     numpy = sys.modules.get("numpy")
@@ -75,8 +79,8 @@ def _read_states() -> dict[str, Any]:
     return found
 
 
-def _write_states(states: Mapping[str, Any]) -> None:
-    """Set the generators that both ranks use to the states of another rank."""
+def write_states(states: Mapping[str, Any]) -> None:
+    """Set the generators that are in use here to the states of another rank or another time."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))

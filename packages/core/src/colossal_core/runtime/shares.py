@@ -8,7 +8,7 @@ training batch again when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from attrs import define, field, frozen
@@ -51,16 +51,21 @@ class Record:
     Attributes:
         rows: This rank's rows in each batch, in order; 0 for a stand-in sample.
         share: The last share, or None before the first.
+        loader: Number of the loader among those of the Booster.
+        samples: Samples of all ranks given since the last step.
     """
 
     _book: ShareBook
+    loader: int = 0
     rows: list[int] = field(factory=list)
     share: Share | None = None
+    samples: int = 0
 
     def give(self, share: Share) -> None:
         """Note that a batch was handed to the user's loop."""
         self.rows.append(share.rows)
         self.share = share
+        self.samples += share.global_rows
         self._book.move_to_end(self)
 
     def close(self) -> None:
@@ -84,6 +89,9 @@ class ShareBook:
 
     Attributes:
         degree: Number of shares in a global batch.
+        samples: Samples of all ranks that training has used up: those of batches that were given last when a step was taken, and of micro-batches before them. A loop over an evaluation set counts
+            nothing.
+        training: Number of the loader that gave them last.
     """
 
     def __init__(
@@ -104,6 +112,29 @@ class ShareBook:
         self._reference_rows: int | None = None
         self._running: list[Record] = []
         self._latest: Record | None = None
+        self.samples = 0
+        self.training = 0
+
+    def note_step(self) -> None:
+        """Count what was given for the step that is taken now, skipped steps included."""
+        if self._latest is not None and self._latest.samples:
+            self.samples += self._latest.samples
+            self.training = self._latest.loader
+        for record in self.records:
+            record.samples = 0
+
+    def state(self) -> dict[str, int | None]:
+        """Return what a checkpoint keeps."""
+        return {
+            "samples": self.samples,
+            "training": self.training,
+            "reference_rows": self._reference_rows,
+        }
+
+    def load_state(self, state: Mapping[str, int | None]) -> None:
+        """Continue from :meth:`state`."""
+        self.samples, self.training = state["samples"] or 0, state["training"] or 0
+        self._reference_rows = state["reference_rows"]
 
     @property
     def current(self) -> Share | None:
@@ -153,9 +184,13 @@ class ShareBook:
         """Whether the loop of a record goes on."""
         return any(record is other for other in self._running)
 
-    def open(self) -> Record:
-        """Return the record of an iteration that begins; it counts from its first batch on."""
-        return Record(self)
+    def open(self, loader: int) -> Record:
+        """Return the record of an iteration that begins; it counts from its first batch on.
+
+        Args:
+            loader: Number of the loader among those of the Booster.
+        """
+        return Record(self, loader)
 
     def move_to_end(self, record: Record) -> None:
         """Let a record be the one that gave last."""

@@ -1,8 +1,9 @@
 """What this rank holds of each serial tensor, and which part of that it writes.
 
-The one idea: a place says which range of a local tensor it holds, the table says which boxes of the serial tensor
-that local tensor is made of, so every piece of state becomes a box with a view of its memory. Save, load and
-export are written over these and know no plan. Ranks that hold the same boxes divide the writing of them
+The one idea: a place says which range of a local tensor it holds, the table says which boxes of the serial
+tensor that local tensor is made of, so every piece of state becomes a box with a view of its memory. Save,
+load and export are written over these and know no plan. Ranks that hold the same boxes divide the writing of
+them
 without asking each other: all of them see the same list.
 """
 
@@ -120,9 +121,7 @@ class Collected:
 # --- the books ----------------------------------------------------------------------------------------------
 
 
-def model_holdings(
-    engine: Engine, model: str, *, borrowed: bool = False, narrow: bool = False
-) -> Collected:
+def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow: bool = False) -> Collected:
     """Return what this rank holds of the parameters and persistent buffers of a model, in serial order.
 
     Parameters that are updated in a wider dtype appear in that dtype: their masters are what is known of
@@ -233,7 +232,7 @@ def _holdings(
 
 
 def boxes_of(place: Place, table: ParameterTable) -> Iterator[tuple[Part, Box, torch.Tensor]]:
-    """Yield ``(part, box, view)``: the boxes of the serial tensor in a place, and where they live in it."""
+    """Yield ``(part, box, view)``: boxes of the serial tensor in a place, and where they live in it."""
     entry = table[place.key]
     local_shape = tuple(table.tensor(entry).shape)
     flat = place.tensor.view(-1)
@@ -251,7 +250,7 @@ def boxes_of(place: Place, table: ParameterTable) -> Iterator[tuple[Part, Box, t
 
 
 def _copies(layout: MeshLayout, part: Part, place: Place, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the elements of a place too: holders at the same position of the division."""
+    """Return the ranks that hold the elements of a place: holders at the same position of the division."""
     position = layout.members(place.sharded_over, rank).index(rank)
     return tuple(
         other
@@ -266,8 +265,9 @@ def _copies(layout: MeshLayout, part: Part, place: Place, rank: int) -> tuple[in
 def deal(holdings: Sequence[Holding], rank: int) -> list[Holding]:
     """Return what this rank writes, so that every box is written once and all ranks write equally much.
 
-    The boxes that the same ranks hold are thought of as one line of bytes, cut into equal stretches, with cuts
-    between rows, and none through small boxes. Every holder sees the same line, so nothing is communicated.
+    The boxes that the same ranks hold are thought of as one line of bytes, cut into equal stretches, with
+    cuts between rows, and none through small boxes. Every holder sees the same line, so nothing is
+    communicated.
 
     Args:
         holdings: What this rank holds, in an order that all ranks share.

@@ -1,0 +1,144 @@
+"""The calls of a Booster that keep and restore a run.
+
+The one idea: what a run is, on disk, has nothing to do with how it is computed, so these calls stand by
+themselves; they only need what ``boost`` has built.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colossal_core.runtime.checkpointing.restoring import load_checkpoint
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_core.runtime.checkpointing.report import Loaded
+    from colossal_core.runtime.engine import Engine
+
+__all__ = ["StateCalls"]
+
+
+class StateCalls(ABC):
+    """Saving, loading and counting; a base of :class:`~colossal_core.Booster`."""
+
+    @abstractmethod
+    def _built(self, name: str) -> Engine:
+        """Return the engine, or say that ``boost`` comes first."""
+
+    @abstractmethod
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this Booster did not boost."""
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Write a checkpoint of everything that was boosted into ``root/step-N``; collective over all ranks.
+
+        It holds models, optimizers, running averages, schedulers, positions of loaders, the loss scale,
+        random state and counters, so a run that loads it goes on as if it had not stopped. Call it between a
+        step and the next backward: gradients are not kept. It appears at once, when everything is on the
+        disk; whatever interrupts it leaves earlier checkpoints as they were.
+
+        Args:
+            root: A directory that all ranks see; made when it is not there.
+            extra: Plain values and tensors of your own, nested; :meth:`load` gives them back. Equal on all
+                ranks; those of rank 0 are kept.
+            keep: Delete older checkpoints under ``root`` beyond this number; None keeps all.
+            asynchronous: Return as soon as the state is copied, and write beside training. At most one such
+                save is under way: the next one waits for it. Its errors are raised at the next step, or by
+                :meth:`wait_for_save`.
+
+        Returns:
+            ``root/step-N``, N being :attr:`step`.
+
+        Raises:
+            UsageError: An accumulation window is open, or ranks pass different directories.
+            CheckpointError: The disk refuses, or ranks do not see one directory; on every rank.
+        """
+        engine = self._built("save")
+        with engine.reporting():
+            path = Path(os.path.abspath(root))  # noqa: PTH100 - a link in the path stays what the user wrote
+            return engine.saver.save(
+                path, extra=extra, keep=keep, asynchronous=asynchronous, epoch=self.epoch
+            )
+
+    def wait_for_save(self) -> None:
+        """Wait until the save that was started with ``asynchronous=True`` is complete; collective.
+
+        Raises:
+            CheckpointError: It failed on some rank; on every rank.
+        """
+        engine = self._built("wait_for_save")
+        with engine.reporting():
+            engine.saver.finish()
+
+    def load(
+        self, root: str | os.PathLike[str], *, missing_ok: bool = False, strict: bool = True
+    ) -> Loaded | None:
+        """Bring everything that was boosted where it was when it was saved; collective over all ranks.
+
+        The plan and the number of ranks may be other ones than those that saved: each rank reads what it
+        needs. On the same layout a run goes on bit for bit; on another one with the same samples in the same
+        order.
+
+        Args:
+            root: A directory of checkpoints, of which the newest complete one is taken, or exactly one
+                ``step-N`` directory.
+            missing_ok: Return None when there is none, as at the first start of a run.
+            strict: Refuse what does not fit exactly, before anything is changed. Otherwise load what fits,
+                and say in the report what did not.
+
+        Returns:
+            Where the run goes on, with ``extra`` and a report.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or it does not fit; on every rank. When a file
+                turns out to be damaged while it is read, what was boosted is left partly loaded.
+        """
+        engine = self._built("load")
+        with engine.reporting():
+            engine.saver.finish()
+            path = Path(os.path.abspath(root))  # noqa: PTH100 - as in save
+            return load_checkpoint(engine, path, engine.saver.agreement, missing_ok=missing_ok, strict=strict)
+
+    # --- counters -------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Real steps so far, of the first optimizer; restored by :meth:`load`."""
+        engine = self._engine
+        return 0 if engine is None else engine.num_steps
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch of the loader that training reads, from 0; restored by :meth:`load`.
+
+        That loader is the boosted one that gave the batch of the last step, before the first step the first
+        one; 0 without a boosted loader.
+        """
+        engine = self._engine
+        if engine is None or not engine.loaders:
+            return 0
+        return engine.loaders[engine.shares.training].epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks that training has used up; restored by :meth:`load`.
+
+        Counted by boosted loaders, at each step of the first optimizer, skipped steps included; a loop over
+        an evaluation set counts nothing.
+        """
+        return 0 if self._engine is None else self._engine.shares.samples
+
+    _engine: Engine | None
