@@ -153,6 +153,7 @@ class Booster(StateCalls):
         """
         engine = self._built("release")
         self._check_model(model)
+        engine.close()
         for handle in engine.handles:
             handle.remove()
         engine.manager.detach()
@@ -197,6 +198,8 @@ class Booster(StateCalls):
         engine = self._built("forward_backward")
         self._check_model(model)
         with engine.reporting():
+            if engine.shares.current is None:
+                engine.begin_iteration()
             return engine.executor.run(model, batch, criterion, weight)
 
     def backward(

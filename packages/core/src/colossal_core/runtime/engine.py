@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractExecutor, AbstractMemoryManager
     from colossal_core.plugins.observers import Observers
     from colossal_core.runtime.agreement import Agreement
+    from colossal_core.runtime.checkpointing.stopping import Stopping
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.loading import BoostedLoader
     from colossal_core.runtime.optimizer import BoostedOptimizer
@@ -67,6 +68,7 @@ class Engine:
         agreement: How ranks compare.
         seed: Seed of the run, which random state derives from.
         saver: Writes checkpoints.
+        stopping: Saves and exits after a signal, where the user asked for it.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class Engine:
             row_weights=context.row_weights,
             loss_weights=context.weights,
         )
+        self.shares.watch(self.begin_iteration)
         self.averages: list[tuple[str, Average]] = []
         self._followed: list[int] = []
         self.agreement = agreement
         self.saver = Saver(self, patient)
+        self.stopping: Stopping | None = None
         self.seed = 0
         self.observers = observers
 
@@ -121,6 +125,8 @@ class Engine:
     def before_step(self) -> None:
         """Hear of a save that is written beside training; tell observers that a step is about to be taken."""
         self.saver.check()
+        if self.stopping is not None:
+            self.stopping.agree()
         self.observers.before_step_taken(self.num_steps)
 
     def after_step(self, optimizer: int, metrics: Mapping[str, object]) -> None:
@@ -134,6 +140,27 @@ class Engine:
         self.observers.after_step_taken(self.num_steps, metrics)
         if optimizer == 0:
             self.progress.num_steps += 1
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch of the loader that training reads; 0 without a boosted loader."""
+        return self.loaders[self.shares.training].epoch if self.loaders else 0
+
+    def begin_iteration(self, loader: int | None = None) -> None:
+        """Save and exit where a signal has asked for it; called where an iteration over batches begins.
+
+        Args:
+            loader: Number of the boosted loader that is asked for a batch; None where a loop has no such
+                loader.
+        """
+        if self.stopping is not None and loader in {None, self.shares.training}:
+            self.stopping.begin_iteration()
+
+    def close(self) -> None:
+        """Wait for a save that is written beside training, and leave signals to others; collective."""
+        self.saver.finish()
+        if self.stopping is not None:
+            self.stopping.close()
 
     def add_average(self, model: nn.Module, decay: float) -> Average:
         """Start a running average of a model; it is updated after real steps of the model's optimizers."""

@@ -27,7 +27,7 @@ from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.draws import mix_seed
 from colossal_core.runtime.positions import Position, Progress
-from colossal_core.runtime.shares import Share, ShareBook
+from colossal_core.runtime.shares import Record, Share, ShareBook
 from colossal_core.runtime.sources import AbstractSource, MapSource, Opening, Place, StreamSource
 from colossal_core.runtime.trees import move_to
 from colossal_core.runtime.workers import Answer
@@ -283,7 +283,7 @@ class BoostedLoader(DataLoader[Any]):
         epoch = self._progress.at.epoch
         try:
             # A list, so that nothing here holds on to a batch while the user's loop works with it.
-            while found := list(itertools.islice(opening.answers, 1)):
+            while found := self._read(record, opening):
                 batch = [move_to(found[0][1], self._device, non_blocking=self.pin_memory)]
                 answer: Answer = found.pop()[0]
                 share = Share(
@@ -298,6 +298,11 @@ class BoostedLoader(DataLoader[Any]):
         finally:
             record.close()
         self._progress.end(epoch)
+
+    def _read(self, record: Record, opening: Opening) -> list[Any]:
+        """Return a list of the next answer, or an empty one."""
+        self._book.begin_batch(record)
+        return list(itertools.islice(opening.answers, 1))
 
     def _check_head(self, start: Position, opening: Opening) -> None:
         """Compare an order with the one of a stored position, and with those of other ranks."""

@@ -8,7 +8,7 @@ training batch again when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from attrs import define, field, frozen
@@ -89,8 +89,8 @@ class ShareBook:
 
     Attributes:
         degree: Number of shares in a global batch.
-        samples: Samples of all ranks that training has used up: those of batches that were given last when a step was taken, and of micro-batches before them. A loop over an evaluation set counts
-            nothing.
+        samples: Samples of all ranks that training has used up: those of batches that were given last when a
+            step was taken, and of micro-batches before them. A loop over an evaluation set counts nothing.
         training: Number of the loader that gave them last.
     """
 
@@ -112,8 +112,22 @@ class ShareBook:
         self._reference_rows: int | None = None
         self._running: list[Record] = []
         self._latest: Record | None = None
+        self._on_next: Callable[[int], None] = lambda loader: None
         self.samples = 0
         self.training = 0
+
+    def watch(self, on_next: Callable[[int], None]) -> None:
+        """Let someone know, by its number, that a loader is about to read a batch.
+
+        Args:
+            on_next: Called where an iteration begins, on every rank.
+        """
+        self._on_next = on_next
+
+    def begin_batch(self, record: Record) -> None:
+        """Note that a loader is asked for a batch, which the epoch still has."""
+        if record.share is None or not record.share.is_last_of_epoch:
+            self._on_next(record.loader)
 
     def note_step(self) -> None:
         """Count what was given for the step that is taken now, skipped steps included."""

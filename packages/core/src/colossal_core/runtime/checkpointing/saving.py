@@ -112,13 +112,13 @@ class Saver:
         self._background: _Background | None = None
         self._copies: list[torch.Tensor] = []
 
-    def save(self, root: Path, *, extra: Any, keep: int | None, asynchronous: bool, epoch: int) -> Path:
+    def save(self, root: Path, *, extra: Any, keep: int | None, asynchronous: bool) -> Path:
         """Write a checkpoint; see ``Booster.save``."""
         self.finish()
         step = self._engine.num_steps
         directory, mark = self._begin(root, step=step, keep=keep)
         part = self.agreement.attempt(
-            "collect the state", lambda: self._collect(directory, mark, extra=extra, epoch=epoch)
+            "collect the state", lambda: self._collect(directory, mark, extra=extra)
         )
         if asynchronous:
             self._background = _Background(self._snapshot(part), keep)
@@ -194,7 +194,7 @@ class Saver:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file", hint="pass a directory; save() makes step-N inside")
 
-    def _collect(self, directory: Path, mark: str, *, extra: Any, epoch: int) -> Part:
+    def _collect(self, directory: Path, mark: str, *, extra: Any) -> Part:
         """Return what this rank writes, as views of where it lives."""
         engine, mesh = self._engine, self._engine.context.mesh
         objects = []
@@ -210,7 +210,7 @@ class Saver:
             objects.append(self._part_of(average_name(index), "average", collected, details))
         head = Manifest(
             step=engine.num_steps,
-            epoch=epoch,
+            epoch=engine.epoch,
             samples=engine.shares.samples,
             objects={},
             files={},
