@@ -23,6 +23,7 @@ __all__ = [
     "clear_save",
     "data_file_name",
     "find_complete",
+    "is_file_of_save",
     "missing_checkpoint",
     "publish",
     "read_manifest",
@@ -53,6 +54,11 @@ def data_file_name(name: str, rank: int, mark: str, suffix: str = "safetensors")
         suffix: ``"safetensors"`` or ``"json"``.
     """
     return f"{name}-{rank:05}-{mark}.{suffix}"
+
+
+def is_file_of_save(name: str) -> bool:
+    """Say whether a name is one that a save gives to its files, temporary ones included."""
+    return _OURS.fullmatch(name) is not None
 
 
 def find_complete(root: Path) -> list[tuple[int, Path]]:

@@ -21,7 +21,7 @@ from colossal_core.boxes import Box, flat_range_boxes
 from colossal_core.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Piece, TensorRecord
 from colossal_core.errors import CheckpointError
 
-__all__ = ["Block", "BlockReader"]
+__all__ = ["Block", "BlockReader", "find_blocks", "open_checked", "open_plain", "read_at"]
 
 MAX_OPEN_FILES = 64
 """Files that a reader holds open; a checkpoint of many ranks has more than a process may open."""
@@ -107,7 +107,7 @@ class BlockReader:
             back = [-start for start in piece.box.offset]
             common = [box for box in map(piece.box.intersect, wanted) if box is not None]
             inside = [box.shifted(back) for box in common]
-            needed = {n for box in inside for n in _blocks_of(piece.box.size, box, tensor.item_bytes)}
+            needed = {n for box in inside for n in find_blocks(piece.box.size, box, tensor.item_bytes)}
             for index in sorted(needed):
                 yield self.read_block(name, tensor, piece, index)
 
@@ -133,7 +133,7 @@ class BlockReader:
         start, stop = piece.start + first, piece.start + first + len(data)
         handle = self.open(piece.file)
         try:
-            found = _read_at(handle, start, memoryview(data))
+            found = read_at(handle, start, memoryview(data))
         except OSError as err:
             raise CheckpointError(
                 f"cannot read {name!r} from {path}: {err.strerror or err}",
@@ -218,12 +218,12 @@ def _find_problem(handle: int, record: FileRecord) -> str:
     if size != record.num_bytes:
         return f"it has {size} bytes, the manifest says {record.num_bytes}"
     first = bytearray(record.header_bytes)
-    if _read_at(handle, 0, memoryview(first)) < len(first) or zlib.crc32(first) != record.checksum:
+    if read_at(handle, 0, memoryview(first)) < len(first) or zlib.crc32(first) != record.checksum:
         return f"its first {record.header_bytes} bytes do not have their checksum"
     return ""
 
 
-def _read_at(handle: int, start: int, view: memoryview) -> int:
+def read_at(handle: int, start: int, view: memoryview) -> int:
     """Fill a buffer from a position in a file.
 
     Returns:
@@ -241,7 +241,7 @@ def _read_at(handle: int, start: int, view: memoryview) -> int:
     return found
 
 
-def _blocks_of(size: Sequence[int], inside: Box, item_bytes: int) -> Iterator[int]:
+def find_blocks(size: Sequence[int], inside: Box, item_bytes: int) -> Iterator[int]:
     """Yield the numbers of the blocks of a piece that hold elements of a box, ascending.
 
     Args:

@@ -21,7 +21,16 @@ from attrs import field, frozen
 
 from colossal_core.errors import CheckpointError
 
-__all__ = ["ITEM_BYTES", "LARGEST_HEADER", "Header", "Stored", "encode_header", "read_header", "unique_names"]
+__all__ = [
+    "ITEM_BYTES",
+    "LARGEST_HEADER",
+    "Header",
+    "Stored",
+    "decode_header",
+    "encode_header",
+    "read_header",
+    "unique_names",
+]
 
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
@@ -131,7 +140,24 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: The file is missing, cut short, or no safetensors file; names it.
     """
-    size, prefix, text = _read_raw(path)
+    size, raw = _read_raw(path)
+    return decode_header(path, raw, size)
+
+
+def decode_header(path: Path, raw: bytes, size: int) -> Header:
+    """Check the first bytes of a file.
+
+    Args:
+        path: The file, for messages.
+        raw: Its first bytes: the length and the whole header.
+        size: Bytes of the whole file.
+
+    Raises:
+        CheckpointError: They are no header, or that of a file of another size.
+    """
+    text = raw[8:]
+    if not text or int.from_bytes(raw[:8], "little") != len(text):
+        raise _refusal(path, f"its {size} bytes do not begin with the length of a header")
     try:
         plain = json.loads(text, object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as err:
@@ -141,7 +167,7 @@ def read_header(path: Path) -> Header:
     metadata = plain.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _refusal(path, "its metadata is no mapping of texts")
-    start = len(prefix) + len(text)
+    start = len(raw)
     tensors = {name: _stored(path, name, entry, start) for name, entry in plain.items()}
     end = start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -153,11 +179,11 @@ def read_header(path: Path) -> Header:
             f"{path} has {size} bytes, its header describes {end}",
             hint="the file was cut short or appended to: restore it, or load an older checkpoint",
         )
-    return Header(tensors=tensors, num_bytes=start, file_bytes=size, metadata=metadata, raw=prefix + text)
+    return Header(tensors=tensors, num_bytes=start, file_bytes=size, metadata=metadata, raw=raw)
 
 
-def _read_raw(path: Path) -> tuple[int, bytes, bytes]:
-    """Return the size of a file, its first eight bytes, and the text of its header."""
+def _read_raw(path: Path) -> tuple[int, bytes]:
+    """Return the size of a file and its header, length included; less when it has none."""
     try:
         if not path.is_file() and path.exists():  # opening a pipe could block
             raise _refusal(path, "it is no plain file")
@@ -170,9 +196,7 @@ def _read_raw(path: Path) -> tuple[int, bytes, bytes]:
         raise CheckpointError(
             f"cannot read {path}: {err.strerror or err}", hint="check that the file exists and is readable"
         ) from err
-    if not text:
-        raise _refusal(path, f"its {size} bytes do not begin with the length of a header")
-    return size, prefix, text
+    return size, prefix + text
 
 
 def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:

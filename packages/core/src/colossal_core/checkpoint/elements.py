@@ -1,0 +1,84 @@
+"""Numbers of stored elements without a library for arrays: how many differ, and by how much.
+
+The one idea: the standard library can view bytes as integers and floats of most widths, and its functions
+over iterators run in C.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+__all__ = ["count_different", "find_largest_difference"]
+
+_BITS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
+
+_INTEGERS: Mapping[str, Literal["B", "b", "H", "h", "I", "i", "Q", "q"]] = {
+    "U8": "B",
+    "I8": "b",
+    "U16": "H",
+    "I16": "h",
+    "U32": "I",
+    "I32": "i",
+    "U64": "Q",
+    "I64": "q",
+}
+
+_FLOATS: Mapping[str, Literal["f", "d"]] = {"F32": "f", "F64": "d", "C64": "f", "C128": "d"}
+
+
+def count_different(a: memoryview, b: memoryview, item_bytes: int) -> int:
+    """Return how many elements differ in their bits.
+
+    Args:
+        a: Bytes of some elements.
+        b: As many bytes.
+        item_bytes: Bytes of one element.
+    """
+    kind = _BITS[item_bytes]
+    flags = map(operator.ne, a.cast(kind), b.cast(kind))
+    return sum(map(operator.or_, flags, flags)) if item_bytes == 16 else sum(flags)
+
+
+def find_largest_difference(a: memoryview, b: memoryview, dtype: str) -> float | None:
+    """Return the largest ``|a - b|`` of elements; for complex ones, of their parts.
+
+    Pairs with a NaN on one side have no difference and are left out.
+
+    Args:
+        a: Bytes of some elements, little-endian.
+        b: As many bytes.
+        dtype: Name of their type as in safetensors files.
+
+    Returns:
+        NaN when nothing is left; None for types that have no numbers here: booleans and 8-bit floats.
+    """
+    if dtype in _INTEGERS:
+        kind = _INTEGERS[dtype]
+        return float(max(map(abs, map(operator.sub, a.cast(kind), b.cast(kind))), default=0))
+    left, right = _read_floats(a, dtype), _read_floats(b, dtype)
+    if left is None or right is None:
+        return None
+    differences = [*map(abs, map(operator.sub, left, right))]
+    # A sum of values that are not negative is NaN only if one of them is.
+    if not math.isnan(sum(differences)):
+        return max(differences, default=0.0)
+    kept = [abs(x - y) if x != y else 0.0 for x, y in zip(left, right, strict=True) if x == x and y == y]  # noqa: PLR0124
+    return max(kept, default=math.nan)
+
+
+def _read_floats(data: memoryview, dtype: str) -> Sequence[float] | None:
+    """Return elements as floats; None for a type that has none here."""
+    if dtype in _FLOATS:
+        return data.cast(_FLOATS[dtype])
+    if dtype == "F16":
+        return struct.unpack(f"<{len(data) // 2}e", data)
+    if dtype == "BF16":
+        # A bfloat16 is the upper half of a float32.
+        wide = bytearray(2 * len(data))
+        memoryview(wide).cast("H")[1::2] = data.cast("H")
+        return memoryview(wide).cast("f")
+    return None
