@@ -26,8 +26,8 @@ class Tagger(nn.Module):
         return logits
 
 
-ROWS = (3, 1, 2)
-"""Rows of each rank: the shares of a global batch of six."""
+ROWS = (3, 1, 2, 2)
+"""Rows of each rank: the shares of a global batch, as far as there are ranks."""
 
 
 def share_of(rank: int, step: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

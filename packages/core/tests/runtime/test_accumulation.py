@@ -86,14 +86,14 @@ def train(loop: str) -> dict[str, Any]:
     return found
 
 
-def expect(loop: str) -> tuple[list[torch.Tensor], list[float]]:
+def expect(loop: str, world_size: int = 2) -> tuple[list[torch.Tensor], list[float]]:
     """Train in one process on whole windows."""
     model, optimizer, scheduler = make()
     norms = []
     for window in ([0, 1, 2], [3, 4, 5], [6]):
         losses, counts = [], []
         for number in window:
-            for rank in range(2):
+            for rank in range(world_size):
                 tokens, target = micro_batch(rank, number)
                 losses.append(F.cross_entropy(model(tokens), target))
                 counts.append(float((target != -100).sum()) if loop != "plain" else 1.0)
@@ -109,11 +109,12 @@ def expect(loop: str) -> tuple[list[torch.Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("loop", ["forward_backward", "backward", "plain"])
-def test_windows_are_the_mean_over_what_counts(loop: str) -> None:
-    """Token counts from 1 to 10, two ranks, a last window of one: equal to one process over each window."""
-    results = run_ranks(train, 2, loop)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_windows_are_the_mean_over_what_counts(loop: str, world_size: int) -> None:
+    """Token counts from 1 to 10, and a last window of one: equal to one process over each window."""
+    results = run_ranks(train, world_size, loop)
 
-    weights, norms = expect(loop)
+    weights, norms = expect(loop, world_size)
     for result in results:
         assert result["stepped"] == [False, False, True] * 2 + [False]
         assert result["rates"] == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125, 0.0125]

@@ -178,7 +178,7 @@ def on_loader(loop: str, pieces: Sequence[object]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("loop", ["plain", "forward_backward"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_shares_of_boosted_loaders_count_as_they_are(loop: str, num_ranks: int) -> None:
     """Uneven and empty shares give the weights and statistics of one process, recomputed or not."""
     model = build(affine)

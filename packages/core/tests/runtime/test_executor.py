@@ -66,7 +66,7 @@ def train_shares(name: str, world_size: int) -> tuple[list[float], list[float], 
     return losses, norms, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_mean_is_that_of_the_global_batch(name: str, world_size: int) -> None:
     """Uneven rows, ignored targets, a rank without any, class weights and sums equal one process."""

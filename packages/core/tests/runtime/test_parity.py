@@ -26,7 +26,7 @@ def test_plain_loops_equal_one_process(name: str, world_size: int) -> None:
     check_parity(recipe, nproc=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_backward_equals_one_process(name: str, world_size: int) -> None:
     """Shares that differ by a sample, and targets that do not count, make the mean of the whole batch."""

@@ -120,7 +120,7 @@ def test_parameters_that_join_leave_or_move_are_exact(
 
 
 def add_in_the_middle() -> tuple[list[str], float]:
-    """Unfreeze a layer into a group between two backward passes; return what ``p.grad`` shows and the norm."""
+    """Unfreeze a layer into a group between two backward passes; return what is shown, and the norm."""
     torch.manual_seed(0)
     model: Any = half_frozen()
     optimizer: Any = adam_over_trainable(model)
