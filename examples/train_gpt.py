@@ -2,14 +2,16 @@
 
 An ordinary PyTorch script; the lines that name ``booster`` distribute it. Without ``--plan`` every process
 holds the whole model and takes its share of each batch; a plan cuts the model in other ways, and the numbers
-stay the same. Shapes: B sequences, T bytes, D width, V values of a byte.
+stay the same. Whatever interrupts it, the same command goes on where it was. Shapes: B sequences, T bytes, D width, V values of a byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,8 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="text to learn; default: Python's own help topics")
     parser.add_argument("--plan", type=Path, help="TOML file that says how to distribute")
     parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--checkpoints", type=Path, default=Path("train_gpt_checkpoints"))
+    parser.add_argument("--save-every", type=int, default=25, help="steps between two checkpoints")
     options = parser.parse_args()
 
     world = launch()
@@ -123,8 +127,19 @@ def main() -> None:
 
     losses, validation, windows = [], {}, train.unfold(0, CONTEXT + 1, 1)
     order = torch.Generator().manual_seed(0)  # all processes draw the same batch, and each takes its share
-    with tqdm(total=options.steps * TOKENS, unit="tok", unit_scale=True, disable=world.rank > 0) as bar:
-        for step in range(1, options.steps + 1):
+    if loaded := booster.load(options.checkpoints, missing_ok=True):
+        losses, validation = loaded.extra["losses"], loaded.extra["validation"]
+        order.set_state(loaded.extra["order"])
+        booster.print(f"going on after step {loaded.step}")
+
+    def state() -> dict[str, Any]:
+        """Return what this script itself needs to go on."""
+        return {"losses": losses, "validation": validation, "order": order.get_state()}
+
+    booster.save_on_signal(options.checkpoints, extra=state)
+    total, done = options.steps * TOKENS, booster.step * TOKENS
+    with tqdm(total=total, initial=done, unit="tok", unit_scale=True, disable=world.rank > 0) as bar:
+        for step in range(booster.step + 1, options.steps + 1):
             batch = torch.randint(len(windows), (BATCH,), generator=order)
             share = windows[batch[booster.data_rank :: booster.data_degree]]
             loss = booster.forward_backward(model, (share[:, :-1], share[:, 1:]), F.cross_entropy)
@@ -138,12 +153,16 @@ def main() -> None:
             if step % 100 == 0 or step == options.steps:
                 validation[step] = validate(booster, model, held_out)
                 booster.print(f"\nstep {step}: validation loss {validation[step]:.3f}")
+            if step % options.save_every == 0:
+                booster.save(options.checkpoints, extra=state(), keep=2, asynchronous=True)
+    booster.wait_for_save()
     booster.print(f"\n{write_text(model, held_out[:CONTEXT], 400)}\n")
     counted = counting_losses(train, held_out)
     text = ", ".join(f"{name} {loss:.3f}" for name, loss in counted.items())
     booster.print(f"nats per byte: validation {validation[options.steps]:.3f}, {text}")
     if booster.is_first:
         draw(losses, validation, counted)
+        shutil.rmtree(options.checkpoints, ignore_errors=True)  # this run is over: the next one begins anew
 
 
 if __name__ == "__main__":

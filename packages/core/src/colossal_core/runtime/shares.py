@@ -112,7 +112,7 @@ class ShareBook:
         self._reference_rows: int | None = None
         self._running: list[Record] = []
         self._latest: Record | None = None
-        self._on_next: Callable[[int], None] = lambda loader: None
+        self._on_next: Callable[[int], None] = lambda _: None
         self.samples = 0
         self.training = 0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from colossal_core.runtime.checkpointing.shards import qualified_name
+from colossal_core.runtime.checkpointing.shards import plain_name, qualified_name
 from colossal_core.runtime.checkpointing.values import pack_values, unpack_values
 from colossal_core.runtime.draws import mix_seed
 from colossal_core.runtime.randomness import read_states, reseed, write_states
@@ -103,7 +103,7 @@ def model_details(model: nn.Module) -> dict[str, Any]:
     return {
         "class": _kind(model),
         "extra_state": {
-            path: pack_values(module.get_extra_state(), f"the extra state of module {path!r}")
+            plain_name(path): pack_values(module.get_extra_state(), f"the extra state of module {path!r}")
             for path, module in model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         },
@@ -112,7 +112,7 @@ def model_details(model: nn.Module) -> dict[str, Any]:
 
 def restore_model_details(model: nn.Module, details: Mapping[str, Any]) -> None:
     """Give modules back what they kept beside tensors."""
-    modules = dict(model.named_modules())
+    modules = {plain_name(path): module for path, module in model.named_modules()}
     for path, state in details.get("extra_state", {}).items():
         if path in modules:
             modules[path].set_extra_state(unpack_values(state))

@@ -29,15 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPE_NAMES",
+    "WRAPPERS",
     "Collected",
     "Holding",
     "Spec",
     "average_holdings",
     "blocks_of",
+    "boxes_of",
     "bytes_of",
     "deal",
+    "dtype_name",
     "model_holdings",
     "optimizer_holdings",
+    "plain_name",
+    "qualified_name",
 ]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
@@ -60,6 +65,9 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.complex128: "C128",
 }
 """Names of element types in safetensors files."""
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Levels in the names of modules that ``torch.compile`` and torch's wrapper for recomputation put in between."""
 
 SMALLEST_CUT = 64 << 10
 """Bytes below which a box is written by one rank: finer cuts make the manifest longer and nothing faster."""
@@ -141,6 +149,7 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow
         names = [name for owner, name in (entry.key, *entry.aliases) if owner == model]
         if not names or names[0] in hidden or not (borrowed or entry.model == model):
             continue
+        names = [plain_name(name) for name in names]
         source = places.get(entry.key, {})
         is_wide = "master" in source or _has_master(engine, entry)
         kept = list(source.get("master" if is_wide else "value", ()))
@@ -183,13 +192,20 @@ def average_holdings(engine: Engine, places: Sequence[Place]) -> Collected:
     for place in places:
         entry = table[place.key]
         spec = Spec(dtype=place.tensor.dtype, shape=entry.shape)
-        found.add(entry.name, spec, _holdings(entry.name, [place], table, layout, rank))
+        name = plain_name(entry.name)
+        found.add(name, spec, _holdings(name, [place], table, layout, rank))
     return found
 
 
 def qualified_name(engine: Engine, key: Key) -> str:
     """Return the name of a parameter among all models: its serial name where there is one model only."""
-    return key[1] if len(engine.models) == 1 else f"{key[0]}.{key[1]}"
+    name = plain_name(key[1])
+    return name if len(engine.models) == 1 else f"{key[0]}.{name}"
+
+
+def plain_name(name: str) -> str:
+    """Return a name as the model has it that nobody has wrapped: compiled and recomputed modules add a level."""
+    return ".".join(level for level in name.split(".") if level not in WRAPPERS)
 
 
 def _places_by_key(engine: Engine) -> dict[Key, dict[str, list[Place]]]:
