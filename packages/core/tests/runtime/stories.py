@@ -19,7 +19,7 @@ from attrs import field, frozen
 from torch import nn
 
 from colossal_core import Booster
-from colossal_core.runtime import replicated
+from colossal_core.runtime import buckets
 
 __all__ = [
     "Awkward",
@@ -174,12 +174,12 @@ class Trace:
 @contextmanager
 def tiny_buffers(buffer_bytes: int = 64, last_bytes: int = 16) -> Iterator[None]:
     """Let every few elements have a buffer of their own, so that many leave during backward."""
-    before = {name: vars(replicated)[name] for name in ("BUFFER_BYTES", "LAST_BUFFER_BYTES")}
-    vars(replicated).update(BUFFER_BYTES=buffer_bytes, LAST_BUFFER_BYTES=last_bytes)
+    before = {name: vars(buckets)[name] for name in ("BUFFER_BYTES", "LAST_BUFFER_BYTES")}
+    vars(buckets).update(BUFFER_BYTES=buffer_bytes, LAST_BUFFER_BYTES=last_bytes)
     try:
         yield
     finally:
-        vars(replicated).update(before)
+        vars(buckets).update(before)
 
 
 def tell(story: Story) -> Trace:

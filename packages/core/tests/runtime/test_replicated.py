@@ -14,7 +14,7 @@ from torch import nn
 
 from colossal_core import Booster
 from colossal_core.errors import UsageError
-from colossal_core.runtime import replicated
+from colossal_core.runtime import buckets
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
 
 from .small_models import Layers, adam_over_all
@@ -388,7 +388,7 @@ def train_with_buffers(buffer_bytes: int) -> list[torch.Tensor]:
     with tiny_buffers(buffer_bytes, max(1, buffer_bytes // 2)):
         booster = Booster(precision="fp64", max_grad_norm=0.1)
         model, optimizer = booster.boost(model, adam_over_all(model))
-        assert buffer_bytes == replicated.BUFFER_BYTES
+        assert buffer_bytes == buckets.BUFFER_BYTES
     for step in range(4):
         model(batch_of(dist.get_rank(), step), "ab").square().mean().backward()
         optimizer.step()

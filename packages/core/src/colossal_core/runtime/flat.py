@@ -7,12 +7,19 @@ call without copies. ZeRO shards these buffers, and Gemini's chunks are these bu
 The gradient buffer of ``n`` slots is ``[gradients of slot 0 | slot 1 | ... | n flags | m notes]``. A flag is
 1 where this rank touched the parameter; after a sum over the ranks it is positive where any rank did. Notes
 belong to the last buffer of a lane and carry which of the lane's buffers are stale (see
-:mod:`colossal_core.runtime.window`). Flags and notes travel inside the same message as the gradients, so
+:mod:`colossal_core.runtime.lanes`). Flags and notes travel inside the same message as the gradients, so
 agreeing costs no message of its own.
+
+# Note [Shards of a buffer]
+A buffer that is divided among ``k`` ranks is padded to ``k`` equal spans, so a reduce-scatter or a gather
+needs no sizes; it has no flags and notes, which every span would need. Spans cut through parameters wherever
+they end, unless the parameters have to stay whole: then each span is dealt whole ones, largest first, to the
+span that holds least.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -23,7 +30,11 @@ from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.table import Entry
 
-__all__ = ["BufferKind", "FlatBuffer", "Slot", "fill_buffers"]
+__all__ = ["ALIGNMENT", "BufferKind", "FlatBuffer", "Slot", "deal_whole", "fill_buffers"]
+
+ALIGNMENT = 8
+"""Elements to a multiple of which the spans of a divided buffer are padded: 16 bytes of a 16-bit type, below
+which links of accelerators are slower."""
 
 
 @frozen(kw_only=True)
@@ -66,16 +77,36 @@ class Slot:
         """Name in the serial model, for messages."""
         return self.entry.name
 
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which part of the slot lies in a range of the buffer; an empty range when none does."""
+        first = min(max(self.start, start), stop)
+        return first, max(first, min(self.stop, stop))
+
 
 class FlatBuffer:
     """Values and gradients of some parameters, each contiguous in one piece of memory.
 
-    Owns ``values`` (``numel`` elements) and ``gradients`` (``numel`` plus flags and notes) for as long as the
-    model is boosted. The parameters of the model are views of ``values``.
+    Owns ``values`` (``padded_numel`` elements) and ``gradients`` (as many, and flags and notes in a buffer
+    that is not divided) for as long as the model is boosted. The parameters of the model are views of
+    ``values``.
+
+    Attributes:
+        kind: What the members have in common.
+        slots: The members, in the order in which they lie.
+        numel: Elements up to the end of the last member.
+        num_shards: Among how many ranks the buffer is divided; see Note [Shards of a buffer].
+        span_numel: Elements of each shard.
+        num_notes: Elements reserved behind the flags.
     """
 
     def __init__(
-        self, members: Iterable[tuple[Entry, nn.Parameter]], kind: BufferKind, *, num_notes: int = 0
+        self,
+        members: Iterable[tuple[Entry, nn.Parameter]],
+        kind: BufferKind,
+        *,
+        num_notes: int = 0,
+        num_shards: int = 1,
+        keeps_whole: bool = False,
     ) -> None:
         """Lay out the members; allocates nothing before :meth:`take_values` and :meth:`allocate_gradients`.
 
@@ -83,49 +114,55 @@ class FlatBuffer:
             members: Entries with their local Parameters, in the order in which they lie.
             kind: What the members have in common.
             num_notes: Elements reserved behind the flags.
+            num_shards: Among how many ranks the buffer is divided.
+            keeps_whole: Whether no member may be cut by a border between shards.
         """
         self.kind = kind
-        self.slots: list[Slot] = []
-        start = 0
-        for index, (entry, parameter) in enumerate(members):
-            self.slots.append(Slot(entry, parameter, start, start + parameter.numel(), index))
-            start += parameter.numel()
-        self.numel = start
+        pairs = list(members)
+        sizes = [parameter.numel() for _, parameter in pairs]
+        if num_shards > 1 and keeps_whole:
+            starts, self.span_numel = deal_whole(sizes, num_shards)
+        else:
+            starts = [0, *itertools.accumulate(sizes)][:-1]
+            self.span_numel = _align(-(-sum(sizes) // num_shards)) if num_shards > 1 else sum(sizes)
+        self.slots: list[Slot] = [
+            Slot(entry, parameter, start, start + size, index)
+            for index, ((entry, parameter), start, size) in enumerate(zip(pairs, starts, sizes, strict=True))
+        ]
+        self.numel = max(slot.stop for slot in self.slots)
+        self.num_shards = num_shards
         self.num_notes = num_notes
         self.device = self.slots[0].parameter.device
         self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
         self._versions: list[int] = []
 
-    def take_values(self, *, master_dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    def take_values(self, *, master: torch.Tensor | None = None, start: int = 0) -> None:
         """Move the parameters into the buffer; afterwards each Parameter object is a view of it.
 
         The old memory of each parameter is released before the next one is copied.
 
         Args:
-            master_dtype: Also keep the values in this wider type, taken before they are narrowed.
-
-        Returns:
-            The flat masters of ``numel`` elements, or None without ``master_dtype``.
+            master: 1-D, of a wider type: also receives a range of the values, before they are narrowed.
+            start: First element of that range.
         """
-        self.values = torch.empty(self.numel, dtype=self.kind.dtype, device=self.device)
-        master = None
-        if master_dtype is not None:
-            master = torch.empty(self.numel, dtype=master_dtype, device=self.device)
+        self.values = torch.empty(self.padded_numel, dtype=self.kind.dtype, device=self.device)
+        if self.num_shards > 1:
+            self.values.zero_()  # padding is sent to other ranks, too
         for slot in self.slots:
             flat = slot.parameter.detach().reshape(-1)
             if master is not None:
-                master[slot.start : slot.stop].copy_(flat)
+                first, last = slot.within(start, start + master.numel())
+                master[first - start : last - start].copy_(flat[first - slot.start : last - slot.start])
             self.values[slot.start : slot.stop].copy_(flat)
             slot.parameter.data = self.value_view(slot)
         self.note_versions()
-        return master
 
     def note_versions(self) -> None:
         """Remember how often each parameter was written, for :meth:`take_edits`."""
         self._versions = [slot.parameter._version for slot in self.slots]
 
-    def take_edits(self, master: torch.Tensor | None) -> None:
+    def take_edits(self, master: torch.Tensor | None, start: int = 0) -> None:
         """Bring the buffer and the masters in line with what the user did to parameters meanwhile.
 
         That is what ``load_state_dict``, initialisers and code under ``torch.no_grad`` have written since
@@ -134,7 +171,8 @@ class FlatBuffer:
         are masters, those are lost with the next update.
 
         Args:
-            master: Flat masters of ``numel`` elements, or None.
+            master: Flat masters of a range of the buffer, or None.
+            start: First element of that range.
 
         Raises:
             UsageError: A parameter was converted or moved.
@@ -147,7 +185,8 @@ class FlatBuffer:
             if is_elsewhere:
                 self._take_back(slot)
             if master is not None and (is_elsewhere or slot.parameter._version != version):
-                wide, values = master[slot.start : slot.stop], self.values[slot.start : slot.stop]
+                first, last = slot.within(start, start + master.numel())
+                wide, values = master[first - start : last - start], self.values[first:last]
                 # Elsewhere the master keeps the bits that the narrow value does not have.
                 is_edited = wide.to(values.dtype) != values
                 wide.copy_(torch.where(is_edited, values.to(wide.dtype), wide))
@@ -192,14 +231,19 @@ class FlatBuffer:
         return self.kind.divisor // self.early_divisor
 
     @property
+    def padded_numel(self) -> int:
+        """Elements of all shards."""
+        return self.span_numel * self.num_shards
+
+    @property
     def message_numel(self) -> int:
         """Elements of the gradient buffer with its flags and notes."""
-        return self.numel + len(self.slots) + self.num_notes
+        return self.padded_numel if self.num_shards > 1 else self.numel + len(self.slots) + self.num_notes
 
     @property
     def tail(self) -> torch.Tensor:
-        """Flags and notes, as a view."""
-        return self.gradients[self.numel :]
+        """Flags and notes, as a view; of a buffer that is not divided."""
+        return self.gradients[self.padded_numel :]
 
     def value_view(self, slot: Slot) -> torch.Tensor:
         """Return the values of a slot in the parameter's shape."""
@@ -208,6 +252,31 @@ class FlatBuffer:
     def gradient_view(self, slot: Slot) -> torch.Tensor:
         """Return the gradient of a slot in the parameter's shape."""
         return self.gradients[slot.start : slot.stop].view(slot.parameter.shape)
+
+
+def deal_whole(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Deal tensors whole to equal shards, largest first, each to the shard that holds least.
+
+    Args:
+        sizes: Elements of each tensor.
+        num_shards: Number of shards.
+
+    Returns:
+        The first element of each tensor in the buffer, and the elements of one shard.
+    """
+    held = [0] * num_shards
+    shards: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        shard = held.index(min(held))
+        shards[index] = (shard, held[shard])
+        held[shard] += sizes[index]
+    span = _align(max(held))
+    return [shard * span + offset for shard, offset in shards], span
+
+
+def _align(numel: int) -> int:
+    """Round up to the alignment."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def fill_buffers(

@@ -22,8 +22,10 @@ from attrs import define, field, frozen
 from torch import nn
 
 from colossal_core.errors import UsageError
+from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.optimizers import optimizer_spec
+from colossal_core.runtime.table import Place
 
 __all__ = ["Blank", "OwnedRange", "Segment", "SegmentedOptimizer", "allocated", "is_like"]
 
@@ -59,6 +61,7 @@ class OwnedRange:
         values: The range of the model's values, 1-D.
         master: The range in the dtype of the update; the same tensor as ``values`` where none wider is kept.
         gradient: The range of the reduced gradients, 1-D; may be overwritten by the update.
+        divided: Ranks among which the buffer is divided; no axes when this rank owns all of it.
     """
 
     buffer: FlatBuffer
@@ -67,11 +70,48 @@ class OwnedRange:
     values: torch.Tensor
     master: torch.Tensor
     gradient: torch.Tensor
+    divided: GroupSpec = GroupSpec()
+
+    @classmethod
+    def whole(cls, buffer: FlatBuffer) -> OwnedRange:
+        """Allocate values, gradients and, beside 16-bit values, fp32 masters of an undivided buffer."""
+        master = None
+        if buffer.kind.dtype.itemsize == 2:
+            master = torch.empty(buffer.numel, dtype=torch.float32, device=buffer.device)
+        buffer.take_values(master=master)
+        buffer.allocate_gradients()
+        values = buffer.values
+        gradient = buffer.gradients[: buffer.numel]
+        return cls(buffer, 0, buffer.numel, values, values if master is None else master, gradient)
 
     @property
     def keeps_master(self) -> bool:
         """Whether the update runs on a wider copy."""
         return self.master is not self.values
+
+    def places(
+        self, state: str, tensor: torch.Tensor, *, start: int | None = None, slots: Sequence[Slot] = ()
+    ) -> Iterator[Place]:
+        """Publish a tensor that lies like the range, or a stretch of it, one place for each parameter in it.
+
+        Args:
+            state: What it holds.
+            tensor: As many elements as the range or the stretch.
+            start: First element of the stretch in the buffer; that of the range when None.
+            slots: The parameters in the stretch; all when empty.
+        """
+        flat = tensor.view(-1)
+        begin = self.start if start is None else start
+        for slot in slots or self.buffer.slots:
+            first, last = slot.within(begin, begin + flat.numel())
+            if first < last or (slot.start == slot.stop and not self.divided.axes):
+                yield Place(
+                    key=slot.entry.key,
+                    state=state,
+                    tensor=flat[first - begin : last - begin],
+                    start=first - slot.start,
+                    sharded_over=self.divided,
+                )
 
 
 @define(eq=False)
@@ -161,7 +201,7 @@ class SegmentedOptimizer:
         self._regroup()
         for segment in self.segments:
             self._give_state(segment, state)
-        cut = {slot.parameter for segment in self.segments for slot in segment.slots}
+        cut = {slot.parameter for owned in self.owned for slot in owned.buffer.slots} & group_of.keys()
         self.idle = {
             parameter: {name: allocated(value, parameter) for name, value in theirs.items()}
             for parameter, theirs in state.items()
@@ -220,19 +260,28 @@ class SegmentedOptimizer:
 
     # --- update ---------------------------------------------------------------------------------------------
 
-    def step(self, scale: Callable[[FlatBuffer], float], is_live: Callable[[Slot], bool]) -> None:
+    def step(
+        self,
+        scale: Callable[[FlatBuffer], float],
+        is_live: Callable[[Slot], bool],
+        updated: Callable[[int], None],
+    ) -> None:
         """Update every segment whose parameters had a gradient.
 
         Args:
             scale: Factor of a buffer's gradients: clipping, over what they still have to be divided by.
             is_live: Whether a parameter had a gradient on any rank.
+            updated: Told how many owned ranges, from the first, are done, as more of them are.
         """
         self._split_by_history(is_live)
         self._read_groups()
         live = [segment for segment in self.segments if is_live(segment.slots[0])]
+        position = {owned: index for index, owned in enumerate(self.owned)}
         batch: list[Segment] = []
         held = 0
         for segment in live:
+            if not batch:
+                updated(position[segment.owned])
             batch.append(segment)
             # Only gradients that are cast or scaled on the way need to stay in the cache until the update.
             is_touched = segment.owned.keeps_master or scale(segment.owned.buffer) != 1.0
@@ -243,10 +292,6 @@ class SegmentedOptimizer:
         if batch:
             self._update(batch, scale)
         self._write_groups()
-        if live:
-            torch.autograd.graph.increment_version(
-                [slot.parameter for segment in live for slot in segment.slots]
-            )
 
     def _update(self, batch: Sequence[Segment], scale: Callable[[FlatBuffer], float]) -> None:
         """Scale the gradients of some segments, update them, and narrow the masters back into the model."""

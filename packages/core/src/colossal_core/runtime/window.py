@@ -1,25 +1,9 @@
 """The gradient window: from the first accumulation to ``optimizer.step()``.
 
-The one idea: every rank launches the buffers of a *lane* (those that are reduced over the same ranks) in the
-order fixed at build, and all of them by ``step()``, which all ranks call. Whether a launch happens early,
-inside a backward that is known or predicted to be the last one to touch the buffer, is each rank's own
-affair: it changes when a message leaves, never which messages leave or in which order.
-
-# Note [Stale buffers]
-A prediction can be wrong: a gradient may arrive, or be cleared by the user, after its
-buffer has left. Such late news is kept aside (waiting for the buffer inside backward could deadlock with
-collectives of the model itself), and the buffer is *stale* on that rank. The last buffer of a lane never
-leaves before ``step()`` and carries notes for each buffer of the lane, which
-are 1 where it is stale here. After the sum every rank knows which buffers are stale anywhere, and those are
-reduced once more: the first rank of the group keeps the sum that is already there, all others start from
-zero, and each adds its late news. Wrong predictions cost traffic, never correctness.
-
-# Note [Withdrawn gradients]
-A gradient that was cleared after it had left is in a sum that cannot be undone. When all ranks that had
-sent one cleared it, which is what a loop does that clears gradients between two backward passes, the sum
-counts for nothing and is dropped. When only some of them did, what the others sent is lost in it, and every
-rank raises. Notes say that there is something to agree on; one more small message, only then, settles it
-for each parameter.
+The one idea: hooks on the parameters hand each gradient to the lane of its buffer (see
+:mod:`colossal_core.runtime.lanes`), which reduces it over the ranks at the latest in ``step()``. The window
+is what the lanes of one optimizer have in common: hooks, the terms to which gradients are brought when they
+arrive, and what ``p.grad`` shows.
 
 # Note [What None means]
 torch skips parameters whose gradient is None: no decay, no momentum, no step count. A flag per parameter says
@@ -31,60 +15,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
-from attrs import define, field
+from attrs import define
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.lanes import AbstractLane, SummedLane, Terms
 from colossal_core.runtime.touch import Touch, Watch
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from colossal_core.runtime.arrivals import Arrivals
-    from colossal_core.runtime.collectives import Collectives, Pending
+    from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.flat import FlatBuffer
     from colossal_core.runtime.mesh import Group
 
-__all__ = ["NOTES_PER_BUFFER", "GradientWindow", "Lane"]
-
-PHASE = "gradients"
-
-NOTES_PER_BUFFER = 2
-"""Elements that the last buffer of a lane has for each of its buffers: whether it is stale, and whether
-something that it carried was cleared since."""
-
-
-@define(eq=False)
-class Lane:
-    """The buffers that are reduced over one group, in launch order.
-
-    Attributes:
-        group: Ranks over which they are summed, on a channel that nothing else uses.
-        buffers: The buffers; the last one has a note for each.
-        touches: For each buffer, the touches of its slots.
-        next: First buffer that was not launched in this window.
-        pending: Reductions in flight, by buffer.
-        stale: Buffers that have left and changed since on this rank.
-        waiting: For each buffer, how many of its parameters are still expected.
-        launches_early: Whether buffers may leave from inside backward. Only one lane of a group may: two
-            would share its channel in an order that differs from rank to rank.
-        is_reduced: Whether :meth:`GradientWindow.finish` ran in this window.
-        disputed: Parameters whose gradient only some ranks cleared after it had left.
-    """
-
-    group: Group
-    buffers: Sequence[FlatBuffer]
-    touches: Sequence[Sequence[Touch]]
-    next: int = 0
-    pending: dict[int, Pending] = field(factory=dict)
-    stale: set[int] = field(factory=set)
-    waiting: list[int] = field(factory=list)
-    launches_early: bool = True
-    is_reduced: bool = False
-    disputed: list[str] = field(factory=list)
+__all__ = ["GradientWindow"]
 
 
 @define(eq=False)
@@ -92,16 +41,22 @@ class _Home:
     """Where the gradient of one parameter goes; held by its window, and weakly by the hooks."""
 
     window: GradientWindow
-    lane: Lane
+    lane: AbstractLane
     index: int
     touch: Touch
 
 
+@final
 class GradientWindow:
     """Collects gradients of one optimizer's parameters in flat buffers and reduces each once per window.
 
     Owns the hooks on the parameters. While a window is open on more than one rank, ``p.grad`` shows a guard;
-    after :meth:`finish` and :meth:`show` it shows the reduced gradient.
+    after :meth:`finish` and :meth:`show` it shows the reduced gradient, or a guard where no rank has
+    it whole.
+
+    Attributes:
+        terms: What holds for all its gradients.
+        lanes: The lanes, in the order in which they are finished.
     """
 
     def __init__(
@@ -122,46 +77,48 @@ class GradientWindow:
                 ``after_backward``.
             after_backward: Called at the end of every backward outside :meth:`hold`; reduces the gradients.
         """
+        self.terms = Terms(arrivals, guards=guards)
+        self.lanes: list[AbstractLane] = []
         self._collectives = collectives
         self._arrivals = arrivals
         self._after_backward = after_backward
+        self._hears_ends = after_backward is not None
         self._awaits_end = False
-        self._scale: float | None = None
-        self._guards = guards
         self._handles: list[RemovableHandle] = []
         self._nodes: list[torch.autograd.graph.Node] = []
         self._homes: list[_Home] = []
-        self._lanes: list[Lane] = []
-        self._holds = 0
 
-    def add_lane(self, group: Group, buffers: Sequence[FlatBuffer]) -> None:
-        """Hook the parameters of some buffers.
+    def add_summed_lane(self, group: Group, buffers: Sequence[FlatBuffer]) -> None:
+        """Hook the parameters of some buffers, whose sums end up whole on every rank of a group.
 
         Args:
             group: Ranks over which they are summed.
-            buffers: In launch order, gradient memory allocated; the last one has :data:`NOTES_PER_BUFFER`
-                notes for each.
+            buffers: As for :class:`~.lanes.SummedLane`.
         """
-        records = [
-            [Touch.of(slot, buffer.gradient_view(slot), buffer.early_divisor) for slot in buffer.slots]
-            for buffer in buffers
-        ]
-        lane = Lane(group, buffers, records)
-        waits_for_others = self._guards or self._after_backward is not None
-        lane.launches_early = waits_for_others and all(group is not other.group for other in self._lanes)
-        self._lanes.append(lane)
+        waits_for_others = self.terms.guards or self._after_backward is not None
+        self.add_lane(
+            SummedLane(group, buffers, self._collectives, self.terms, waits_for_others=waits_for_others)
+        )
+
+    def add_lane(self, lane: AbstractLane) -> None:
+        """Hook the parameters of a lane."""
+        taken = [group for other in self.lanes for group in other.groups]
+        lane.launches_early = lane.launches_early and all(
+            group is not other for group in lane.groups for other in taken
+        )
+        self.lanes.append(lane)
+        self._hears_ends = self._hears_ends or lane.hears_ends
         for index, touches in enumerate(lane.touches):
             for touch in touches:
                 self._hook(lane, index, touch)
-        self._predict(lane)
 
     def hold(self) -> None:
         """Launch nothing from inside backward until :meth:`let_go`: more backward passes will follow."""
-        self._holds += 1
+        self.terms.num_holds += 1
 
     def let_go(self) -> None:
         """End one :meth:`hold`."""
-        self._holds -= 1
+        self.terms.num_holds -= 1
 
     def close(self) -> None:
         """Remove all hooks; ``p.grad`` keeps what it shows."""
@@ -179,23 +136,23 @@ class GradientWindow:
     @property
     def has_arrivals(self) -> bool:
         """Whether backward has delivered a gradient in this window."""
-        return any(touch.num_touches for _, touches in self.touches for touch in touches)
+        return any(lane.has_arrivals for lane in self.lanes)
 
     @property
     def loss_scale(self) -> float:
         """Loss scale that the gradients of this window are in; 1.0 before the first one."""
-        return 1.0 if self._scale is None else self._scale
+        return self.terms.known_scale
 
     @property
     def touches(self) -> list[tuple[FlatBuffer, Sequence[Touch]]]:
         """Buffers with the touches of their slots, in launch order."""
-        return [pair for lane in self._lanes for pair in zip(lane.buffers, lane.touches, strict=True)]
+        return [pair for lane in self.lanes for pair in zip(lane.buffers, lane.touches, strict=True)]
 
     def finish(self) -> bool:
         """Reduce everything that is not reduced yet; collective over each lane's group.
 
-        Afterwards ``buffer.gradients`` holds sums over the group, zero where no rank had a gradient, and
-        ``touch.is_live`` says, equally on all its ranks, whether any rank had one.
+        Afterwards the buffers, or this rank's shards of them, hold sums over the group, zero where no rank
+        had a gradient, and ``touch.is_live`` says, equally on all its ranks, whether any rank had one.
 
         Returns:
             Whether an earlier ``finish`` of the same window no longer holds, because gradients arrived or
@@ -205,8 +162,8 @@ class GradientWindow:
             UsageError: Only some ranks cleared a gradient after it had left; on every rank of the lane, with
                 all gradients cleared. See Note [Withdrawn gradients].
         """
-        outdated = [self._finish(lane) for lane in self._lanes]
-        disputed = [name for lane in self._lanes for name in lane.disputed]
+        outdated = [lane.finish() for lane in self.lanes]
+        disputed = [name for lane in self.lanes for name in lane.disputed]
         if disputed:
             self.discard()
             names = ", ".join(map(repr, disputed[:3])) + (" and others" if len(disputed) > 3 else "")
@@ -230,32 +187,23 @@ class GradientWindow:
 
         Collective; what gradients hold afterwards is of no use.
         """
-        for lane in self._lanes:
-            while lane.next < len(lane.buffers):
-                self._launch_next(lane)
-            self._wait(lane)
+        for lane in self.lanes:
+            lane.drain()
 
     def discard(self) -> None:
         """Clear all gradients and close the window, after an error that every rank raises."""
-        for lane in self._lanes:
-            for touches in lane.touches:
-                for touch in touches:
-                    touch.is_live = False
-                    touch.show_nothing()
+        for _, touches in self.touches:
+            for touch in touches:
+                touch.is_live = False
+                touch.show_nothing()
         self.open_next()
 
     def open_next(self) -> None:
         """Close the window: what was touched predicts the next one. Gradients stay until they are cleared."""
-        for lane in self._lanes:
-            for touches in lane.touches:
-                for touch in touches:
-                    touch.num_predicted, touch.num_touches = touch.num_touches, 0
-                    touch.late, touch.late_change = None, None
-            lane.next, lane.is_reduced = 0, False
-            lane.stale.clear()
-            lane.disputed.clear()
-            self._predict(lane)
-        self._scale = None
+        for lane in self.lanes:
+            lane.open_next()
+        self.terms.open_next()
+        self._awaits_end = False
 
     def show(self, *, gradients: bool, scale: Callable[[FlatBuffer], float]) -> None:
         """Let ``p.grad`` show reduced gradients, or guards where buffers do not hold what torch would show.
@@ -268,7 +216,7 @@ class GradientWindow:
             for touch in touches:
                 if not touch.is_live:
                     touch.show_nothing()
-                elif gradients or not self._guards:
+                elif not self.terms.guards or (gradients and buffer.num_shards == 1):
                     touch.show_view()
                 else:
                     touch.show_guard()
@@ -276,7 +224,7 @@ class GradientWindow:
 
     # --- inside backward ------------------------------------------------------------------------------------
 
-    def _hook(self, lane: Lane, index: int, touch: Touch) -> None:
+    def _hook(self, lane: AbstractLane, index: int, touch: Touch) -> None:
         """Watch one parameter: before and after autograd accumulates into ``p.grad``."""
         parameter = touch.slot.parameter
         # Not a hook on the tensor: that one runs in torch.autograd.grad too, where nothing is accumulated.
@@ -301,195 +249,24 @@ class GradientWindow:
         self._handles.append(node.register_prehook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(Watch(after)))
 
-    def before_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
-        """Put into ``p.grad`` what autograd shall add to: the view, or None so that it hands over its own."""
+    def before_accumulation(self, lane: AbstractLane, index: int, touch: Touch) -> None:
+        """Check that a gradient may arrive, and let its lane say what autograd shall add to."""
         self._arrivals.check(touch.slot.name)
-        change = touch.changed_by_user()
-        if index < lane.next:
-            touch.note_change(change, self._window_scale())
-            touch.slot.parameter.grad = None
-            return
-        touch.take_over(change)
-        touch.settle(self._window_scale())
-        # Autograd may add in place only where nothing has to be done to the gradient on its way.
-        as_it_is = not touch.is_narrow and self._factor(touch) == 1.0 and not torch.is_grad_enabled()
-        adds_in_place = touch.is_live and as_it_is
-        touch.slot.parameter.grad = touch.view if adds_in_place else None
+        lane.before_accumulation(index, touch)
 
-    def after_accumulation(self, lane: Lane, index: int, touch: Touch) -> None:
-        """Move a new gradient into the buffer and launch what is complete."""
-        touch.num_touches += 1
-        if self._after_backward is not None and not self._awaits_end:
+    def after_accumulation(self, lane: AbstractLane, index: int, touch: Touch) -> None:
+        """Hand a new gradient to its lane, and ask to hear of the end of this backward."""
+        if self._hears_ends and not self._awaits_end:
             self._awaits_end = True
             at_end_of_backward(self._end_backward)
-        gradient = touch.slot.parameter.grad
-        has_left = index < lane.next
-        counts = self._arrivals.weight != 0.0
-        if counts and (has_left or lane.is_reduced):
-            lane.stale.add(index)
-        if not counts:  # of a sample that stands in for an empty share: as if this rank had not run backward
-            touch.show_again()
-        elif gradient is None:  # another hook has cleared it again
-            if has_left:
-                touch.note_change("cleared", self._window_scale())
-            else:
-                touch.take_over("cleared")
-        elif has_left:
-            touch.add_late(gradient.detach(), self._factor(touch))
-            touch.show_guard()
-        else:
-            touch.add(gradient, self._factor(touch))
-            if self._guards:
-                touch.show_guard()
-            else:
-                touch.show_view()
-        if not has_left and touch.num_touches == touch.num_predicted:
-            lane.waiting[index] -= 1
-            if self._holds == 0 and lane.launches_early:
-                self._launch_ready(lane)
+        lane.after_accumulation(index, touch, counts=self._arrivals.weight != 0.0)
 
     def _end_backward(self) -> None:
-        """Let the manager reduce what this backward delivered, unless more passes are known to follow."""
+        """Let lanes and manager reduce what this backward left, unless more passes are known to follow."""
         self._awaits_end = False
-        if self._after_backward is not None and self._holds == 0:
+        if self.terms.num_holds:
+            return
+        for lane in self.lanes:
+            lane.end_backward()
+        if self._after_backward is not None:
             self._after_backward()
-
-    def _launch_ready(self, lane: Lane) -> None:
-        """Launch, in order, every complete buffer but the last."""
-        while lane.next < len(lane.buffers) - 1 and lane.waiting[lane.next] == 0:
-            self._launch_next(lane)
-
-    # --- reduction ------------------------------------------------------------------------------------------
-
-    def _finish(self, lane: Lane) -> bool:
-        """Reduce one lane; see :meth:`finish`."""
-        for index, touches in enumerate(lane.touches):
-            for touch in touches:
-                if index < lane.next or lane.is_reduced:
-                    change = touch.changed_by_user()
-                    touch.note_change(change, self._window_scale())
-                    if change is not None:
-                        lane.stale.add(index)
-        if lane.is_reduced:
-            return self._is_stale_anywhere(lane)
-        while lane.next < len(lane.buffers):
-            self._launch_next(lane)
-        self._wait(lane)
-        notes = self._read_tails(lane)
-        count = len(lane.buffers)
-        stale = [index for index, note in enumerate(notes[-2 * count : -count]) if note > 0]
-        if stale:
-            withdrawn = self._agree_on_withdrawals(
-                lane, [index for index, note in enumerate(notes[-count:]) if note > 0]
-            )
-            self._reduce_again(lane, stale, withdrawn)
-            notes = self._read_tails(lane)
-        position = 0
-        for touches in lane.touches:
-            for touch in touches:
-                touch.is_live = notes[position + touch.slot.index] > 0
-            position += len(touches)
-        lane.is_reduced = True
-        if not self._guards and self._after_backward is None:
-            lane.next = 0  # there is nothing to wait for: gradients stay torch's own
-        return False
-
-    def _is_stale_anywhere(self, lane: Lane) -> bool:
-        """Agree whether anything changed on any rank since the lane was reduced."""
-        note = torch.tensor([float(bool(lane.stale))], device=lane.buffers[-1].device)
-        self._collectives.all_reduce(note, lane.group, phase=PHASE).wait()
-        return bool(note.item() > 0)
-
-    def _launch_next(self, lane: Lane) -> None:
-        """Bring the next buffer in line with what the user did to ``p.grad``, guard it, and send it."""
-        for touch in lane.touches[lane.next]:
-            touch.take_over(touch.changed_by_user())
-            touch.settle(self._window_scale())
-            touch.narrow()
-            touch.was_sent = touch.is_live
-            if touch.is_live and self._guards:
-                touch.show_guard()
-        self._launch(lane, lane.next)
-        lane.next += 1
-
-    def _launch(self, lane: Lane, index: int) -> None:
-        """Send one buffer with its flags, and in the last one the notes."""
-        buffer = lane.buffers[index]
-        self._mark(buffer, lane.touches[index])
-        if buffer.num_notes:
-            notes = [float(other in lane.stale) for other in range(len(lane.buffers))]
-            notes += [float(any(touch.is_withdrawn for touch in touches)) for touches in lane.touches]
-            buffer.tail[len(buffer.slots) :].copy_(torch.tensor(notes))
-        lane.pending[index] = self._collectives.all_reduce(buffer.gradients, lane.group, phase=PHASE)
-
-    def _mark(self, buffer: FlatBuffer, touches: Sequence[Touch]) -> None:
-        """Write the flags, and zeros where this rank has no gradient."""
-        for touch in touches:
-            if not touch.is_live:
-                touch.view.zero_()
-        flags = torch.tensor([float(touch.is_live) for touch in touches])
-        buffer.tail[: len(touches)].copy_(flags)
-
-    def _wait(self, lane: Lane) -> None:
-        """Wait for everything that was launched."""
-        for pending in lane.pending.values():
-            pending.wait()
-        lane.pending.clear()
-
-    def _agree_on_withdrawals(self, lane: Lane, indices: Sequence[int]) -> set[Touch]:
-        """Return what all its senders cleared after it had left; see Note [Withdrawn gradients]."""
-        touches = [touch for index in indices for touch in lane.touches[index]]
-        if not touches:
-            return set()
-        cleared = [float(touch.is_withdrawn) for touch in touches]
-        kept = [float(touch.was_sent and not touch.is_withdrawn) for touch in touches]
-        message = torch.tensor([cleared, kept], device=lane.buffers[-1].device)
-        self._collectives.all_reduce(message, lane.group, phase=PHASE).wait()
-        withdrawn = {touch for touch, count in zip(touches, message[0].tolist(), strict=True) if count > 0}
-        for touch, count in zip(touches, message[1].tolist(), strict=True):
-            if touch in withdrawn and count > 0:
-                lane.disputed.append(touch.slot.name)
-        return withdrawn
-
-    def _reduce_again(self, lane: Lane, stale: Sequence[int], withdrawn: set[Touch]) -> None:
-        """Sum the buffers that are stale on any rank once more; see Note [Stale buffers]."""
-        for index in stale:
-            buffer, touches = lane.buffers[index], lane.touches[index]
-            flags = buffer.tail.tolist()
-            if lane.group.index != 0:
-                buffer.gradients.zero_()
-            for touch, flag in zip(touches, flags, strict=False):
-                touch.fold_in(keeps=flag > 0 and touch not in withdrawn)
-        lane.stale.clear()
-        for index in stale:
-            self._launch(lane, index)
-        self._wait(lane)
-
-    @staticmethod
-    def _read_tails(lane: Lane) -> list[float]:
-        """Read all flags and notes of a lane with one copy to the host."""
-        tails = torch.cat([buffer.tail for buffer in lane.buffers])
-        return [float(note) for note in tails.tolist()]
-
-    # --- terms ----------------------------------------------------------------------------------------------
-
-    def _window_scale(self) -> float:
-        """Return the loss scale of this window; that of its first gradient."""
-        if self._scale is None:
-            self._scale = self._arrivals.scale
-        return self._scale
-
-    def _factor(self, touch: Touch) -> float:
-        """Return what a gradient that arrives now is multiplied by to fit the others of this window."""
-        return self._arrivals.weight * (self._window_scale() / self._arrivals.scale) / touch.divisor
-
-    # --- bookkeeping ----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _predict(lane: Lane) -> None:
-        """Count what each buffer waits for; a buffer with unknown parameters waits for ``step()``."""
-        never = 1 + sum(len(touches) for touches in lane.touches)
-        lane.waiting = [
-            sum(never if touch.num_predicted is None else int(touch.num_predicted > 0) for touch in touches)
-            for touches in lane.touches
-        ]
