@@ -24,7 +24,7 @@ from colossal_core.errors import UsageError
 from colossal_core.interfaces import AbstractMemoryManager
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
-from colossal_core.runtime.flat import FlatBuffer
+from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.mesh import GRADIENTS
 from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_names, norm_pieces
 from colossal_core.runtime.optimizers import optimizer_spec
@@ -323,7 +323,9 @@ class AbstractFlatManager(AbstractMemoryManager):
 
     def _idle_places(self, driver: SegmentedOptimizer) -> Iterator[Place]:
         """Publish the states of parameters that are in no group at present."""
-        home = {slot.parameter: (held, slot) for held in driver.owned for slot in held.buffer.slots}
+        home: dict[torch.Tensor, tuple[OwnedRange, Slot]] = {
+            slot.parameter: (held, slot) for held in driver.owned for slot in held.buffer.slots
+        }
         for parameter, name, value in driver.idle_states():
             entry = self._context.table.entry_of(parameter)
             if parameter in home:
