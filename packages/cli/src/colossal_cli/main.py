@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _COMMANDS = {
+    "checkpoint": (
+        "colossal_cli.commands.checkpoint:checkpoint",
+        "Look at checkpoints, check, compare and export them.",
+    ),
     "doctor": ("colossal_cli.commands.doctor:doctor", "Look for what is missing or broken on this machine."),
     "plan": ("colossal_cli.commands.plan:plan", "Look at plans without running them."),
     "plugins": ("colossal_cli.commands.plugins:plugins", "List, explain and switch plugins."),

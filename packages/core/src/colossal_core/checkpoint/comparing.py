@@ -18,6 +18,7 @@ from attrs import field, frozen
 from colossal_core.checkpoint.directory import read_manifest
 from colossal_core.checkpoint.elements import count_different, find_largest_difference
 from colossal_core.checkpoint.manifest import Manifest, ObjectRecord, TensorRecord
+from colossal_core.checkpoint.packing import is_leaf, tell_packed
 from colossal_core.checkpoint.reading import BlockReader
 from colossal_core.checkpoint.streaming import read_in_order
 
@@ -219,7 +220,7 @@ def _compare_aliases(owner: str, a: ObjectRecord, b: ObjectRecord) -> Iterator[F
 
 def _compare_plain(path: str, a: Any, b: Any) -> Iterator[FieldDifference]:
     """Compare two plain values and name the innermost places where they differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
+    if isinstance(a, dict) and isinstance(b, dict) and not (is_leaf(a) or is_leaf(b)):
         for key in dict.fromkeys((*a, *b)):
             inner = f"{path}{key}" if path == "" or path.endswith((".", " ")) else f"{path}.{key}"
             yield from _compare_plain(inner, a.get(key, _MISSING), b.get(key, _MISSING))
@@ -235,7 +236,7 @@ _MISSING = object()
 
 def _shorten(value: Any) -> str:
     """Return a value as text that fits a table."""
-    text = "-" if value is _MISSING else repr(value)
+    text = "-" if value is _MISSING else tell_packed(value)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 20]}... ({len(text)} characters)"
 
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-__all__ = ["count_different", "find_largest_difference"]
+__all__ = ["count_different", "find_largest_difference", "read_numbers"]
 
 _BITS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
 
@@ -56,12 +56,11 @@ def find_largest_difference(a: memoryview, b: memoryview, dtype: str) -> float |
     Returns:
         NaN when nothing is left; None for types that have no numbers here: booleans and 8-bit floats.
     """
-    if dtype in _INTEGERS:
-        kind = _INTEGERS[dtype]
-        return float(max(map(abs, map(operator.sub, a.cast(kind), b.cast(kind))), default=0))
-    left, right = _read_floats(a, dtype), _read_floats(b, dtype)
+    left, right = read_numbers(a, dtype), read_numbers(b, dtype)
     if left is None or right is None:
         return None
+    if dtype in _INTEGERS:
+        return float(max(map(abs, map(operator.sub, left, right)), default=0))
     differences = [*map(abs, map(operator.sub, left, right))]
     # A sum of values that are not negative is NaN only if one of them is.
     if not math.isnan(sum(differences)):
@@ -70,8 +69,15 @@ def find_largest_difference(a: memoryview, b: memoryview, dtype: str) -> float |
     return max(kept, default=math.nan)
 
 
-def _read_floats(data: memoryview, dtype: str) -> Sequence[float] | None:
-    """Return elements as floats; None for a type that has none here."""
+def read_numbers(data: memoryview, dtype: str) -> Sequence[float] | None:
+    """Return elements as numbers, those of complex ones in turn; None for a type that has none here.
+
+    Args:
+        data: Bytes of some elements, little-endian.
+        dtype: Name of their type as in safetensors files.
+    """
+    if dtype in _INTEGERS:
+        return data.cast(_INTEGERS[dtype])
     if dtype in _FLOATS:
         return data.cast(_FLOATS[dtype])
     if dtype == "F16":

@@ -10,20 +10,25 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from attrs import frozen
 
+from colossal_core.checkpoint.elements import read_numbers
 from colossal_core.errors import CheckpointError, UsageError
 
-__all__ = ["PackedArray", "pack", "unpack"]
+__all__ = ["PackedArray", "is_leaf", "pack", "tell_packed", "unpack"]
 
 TAG = "$kind"
 
 _LONG_INTEGER_BITS = 4096
 """Longer integers are stored as hexadecimal text: Python refuses to read decimal numbers of 4300 digits."""
+
+_SHOWN_BYTES = 32
+"""Arrays up to this are shown by their numbers, longer ones by a checksum."""
 
 Convert = Callable[[Any], Any]
 
@@ -185,6 +190,29 @@ def unpack(value: Any, *, revert: Callable[[PackedArray], Any] = _keep) -> Any:
             f"a stored value of kind {value.get(TAG)!r} is malformed: {err!r}",
             hint="the manifest was changed by hand, or written by a newer version of colossal-core",
         ) from err
+
+
+def is_leaf(packed: Any) -> bool:
+    """Say whether a packed value is one whole: no list or mapping, also none with a tag."""
+    if isinstance(packed, dict):
+        return TAG in packed and "items" not in packed
+    return not isinstance(packed, list)
+
+
+def tell_packed(packed: Any) -> str:
+    """Return a packed value as a short text for people, without making what it stands for."""
+    if not isinstance(packed, dict) or TAG not in packed:
+        return repr(packed)
+    try:
+        if packed[TAG] == "array":
+            data = base64.b64decode(packed["data"])
+            numbers = read_numbers(memoryview(data), packed["dtype"]) if len(data) <= _SHOWN_BYTES else None
+            shown = f"checksum {zlib.crc32(data):08x}" if numbers is None else f"{[*numbers]}"
+            return f"{packed['dtype']} {packed['shape']}: {shown}"
+        value = packed["value"] if "value" in packed else packed["items"]
+    except (KeyError, TypeError, ValueError):
+        return repr(packed)
+    return str(value) if packed[TAG] == "float" else f"{packed[TAG]} {value!r}"
 
 
 _Unpacker = Callable[[dict[str, Any], Convert, Convert], Any]
