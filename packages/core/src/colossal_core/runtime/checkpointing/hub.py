@@ -1,0 +1,476 @@
+"""Names and forms under which tensors of transformers models lie in files of the hub.
+
+The one idea: transformers keeps its own map between the names in files and those in its models, with
+conversions where several tensors in files are one tensor in the model (experts). It is applied here to
+tensors without memory, which tells in advance what becomes what; only real conversions then see bytes, one
+group of tensors at a time. Nothing of transformers is imported unless the model is of transformers, and where
+the installed version offers other functions than these, files carry the serial names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, final
+
+import torch
+from attrs import field, frozen
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "Conversion",
+    "Form",
+    "NameMap",
+    "configuration_texts",
+    "drop_ignored",
+    "needs_conversion",
+    "plan_reading",
+    "plan_writing",
+    "stored_names",
+]
+
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts into names; no file of a model has it."""
+
+_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
+
+_STRANGE = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+"""What calls into a version of transformers with other functions raise."""
+
+
+@frozen
+class Form:
+    """Dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    def imagine(self) -> torch.Tensor:
+        """Return a tensor of this form without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+Tensors = Mapping[str, torch.Tensor]
+Forms = Mapping[str, Form]
+
+
+@frozen(kw_only=True, eq=False)
+class Conversion:
+    """Some tensors that are computed from some others, all at once.
+
+    Attributes:
+        sources: Names of what goes in.
+        targets: What comes out, by name.
+        run: Converts tensors by name; results may be views of what went in.
+    """
+
+    sources: tuple[str, ...]
+    targets: Forms
+    run: Callable[[Tensors], dict[str, torch.Tensor]] = field(repr=False)
+
+
+@frozen(kw_only=True)
+class NameMap:
+    """What becomes what, in one direction.
+
+    Attributes:
+        renamed: Target by source, of tensors that are the same in both forms.
+        conversions: The others.
+        note: Why the map of transformers could not be used; empty when it was, or when there is none.
+    """
+
+    renamed: Mapping[str, str]
+    conversions: tuple[Conversion, ...] = ()
+    note: str = ""
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def stored_names(model: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return under which of its names each tensor is stored: one, unless readers would not tie it again.
+
+    Args:
+        model: The model.
+        names: All names of each tensor in serial order, by the first of them.
+
+    Returns:
+        The names in files, by the same keys: none for what transformers leaves out of files.
+    """
+    tied = _tied_names(model)
+    ignored = _attribute(model, "_keys_to_ignore_on_save") if _is_of_transformers(model) else None
+    found = {}
+    for key, every in names.items():
+        plain = [name.replace(COMPILED, "") for name in every]
+        plain = [name for name in plain if name not in (ignored or ())]
+        kept = plain[:1] if tied is None else [name for name in plain if name not in tied] or plain[:1]
+        found[key] = tuple(kept)
+    return found
+
+
+def plan_writing(model: nn.Module, forms: Forms) -> NameMap:
+    """Return how tensors of a model are called and formed in files.
+
+    Args:
+        model: The model, which may be cut.
+        forms: Its tensors by stored name, with serial shapes.
+    """
+    same = {name: name for name in forms}
+    if not _is_of_transformers(model):
+        return NameMap(renamed=same)
+    try:
+        return _plan_writing(model, forms)
+    except _STRANGE as err:
+        return NameMap(renamed=same, note=_note(err))
+
+
+def needs_conversion(model: nn.Module, forms: Forms | None = None) -> bool:
+    """Return whether files of the hub hold this model in another form than its own state dict.
+
+    Args:
+        model: The model.
+        forms: Its tensors by serial name, with serial shapes; those of the model as it is when None.
+    """
+    if forms is None:
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        forms = {name: Form.of(tensor) for name, tensor in state.items()}
+    named = stored_names(model, {name: (name,) for name in forms})
+    found = plan_writing(model, {name: forms[key] for key, kept in named.items() for name in kept})
+    return bool(found.conversions) or any(source != target for source, target in found.renamed.items())
+
+
+def _plan_writing(model: nn.Module, forms: Forms) -> NameMap:
+    """Plan with the functions of transformers."""
+    revert = importlib.import_module(_LOADING).revert_weight_conversion
+    imagined = {name: form.imagine() for name, form in forms.items()}
+    stand_in = _SerialModel(model, imagined)
+    with torch.no_grad(), _Origins(imagined) as origins:
+        found: dict[str, torch.Tensor] = revert(stand_in, dict(imagined))
+    sources = {name: origins.of(tensor) for name, tensor in found.items()}
+    changed = (name for name in found if not _is_same(found[name], sources[name], imagined))
+    converted = frozenset().union(*(sources[name] for name in changed))
+    groups = _connect({name: inputs for name, inputs in sources.items() if inputs & converted})
+    renamed = {min(inputs): name for name, inputs in sources.items() if not inputs & converted}
+    lost = imagined.keys() - renamed.keys() - converted
+    if lost:
+        raise ValueError(f"{min(lost)!r} would not be stored")
+    conversions = []
+    for inputs, outputs in groups:
+        targets = {name: Form.of(found[name]) for name in sorted(outputs)}
+        ordered = tuple(name for name in forms if name in inputs)
+        run = _Writing(revert, stand_in, targets, {})
+        if not run.suffices(ordered, imagined):
+            run = _Writing(revert, stand_in, targets, imagined)
+        conversions.append(Conversion(sources=ordered, targets=targets, run=run))
+    return NameMap(renamed=renamed, conversions=tuple(conversions))
+
+
+def _is_same(tensor: torch.Tensor, inputs: frozenset[str], imagined: Tensors) -> bool:
+    """Whether a result is the very tensor that went in."""
+    if not inputs:
+        raise ValueError("a tensor is made of none")
+    return imagined[min(inputs)] is tensor
+
+
+def _connect(results: Mapping[str, frozenset[str]]) -> list[tuple[set[str], set[str]]]:
+    """Return the smallest groups ``(inputs, outputs)`` such that no input is needed by two groups."""
+    groups: list[tuple[set[str], set[str]]] = []
+    owner: dict[str, tuple[set[str], set[str]]] = {}
+    for output, inputs in results.items():
+        group: tuple[set[str], set[str]] = (set(inputs), {output})
+        for old in {id(owner[name]): owner[name] for name in inputs if name in owner}.values():
+            group[0].update(old[0])
+            group[1].update(old[1])
+            groups.remove(old)
+        groups.append(group)
+        owner.update(dict.fromkeys(group[0], group))
+    return groups
+
+
+@final
+@frozen(eq=False)
+class _Writing:
+    """Converts one group of tensors of a model to the form of files.
+
+    Attributes:
+        revert: The function of transformers.
+        model: The model with serial shapes.
+        targets: What comes out.
+        rest: The other tensors of the model without memory, where names depend on them.
+    """
+
+    revert: Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    model: _SerialModel
+    targets: Forms
+    rest: Tensors
+
+    @torch.no_grad()
+    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        found = self.revert(self.model, {**self.rest, **tensors})
+        return {name: found[name] for name in self.targets}
+
+    def suffices(self, sources: Iterable[str], imagined: Tensors) -> bool:
+        """Whether the sources alone give the targets."""
+        try:
+            found = self({name: imagined[name] for name in sources})
+        except _STRANGE:
+            return False
+        return all(Form.of(found[name]) == form for name, form in self.targets.items())
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def plan_reading(model: nn.Module, stored: Forms, wanted: Forms) -> NameMap:
+    """Return which tensors of files become which of a model.
+
+    Args:
+        model: The model, which may be cut.
+        stored: The tensors in the files.
+        wanted: The tensors of the model by serial name, every alias included, with serial shapes.
+
+    Returns:
+        The map; what is neither renamed nor converted belongs to no tensor of the model.
+    """
+    plain = {name.replace(COMPILED, ""): name for name in wanted}
+    same = {name: plain[name] for name in stored if name in plain}
+    if not _is_of_transformers(model):
+        return NameMap(renamed=same)
+    try:
+        return _plan_reading(model, stored, {name: wanted[serial] for name, serial in plain.items()}, plain)
+    except _STRANGE as err:
+        return NameMap(renamed=same, note=_note(err))
+
+
+def drop_ignored(
+    model: nn.Module, missing: Iterable[str], unexpected: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Leave out names that the model's class knows to be missing from files or superfluous in them."""
+    names = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    adjust = _attribute(model, "_adjust_missing_and_unexpected_keys") if _is_of_transformers(model) else None
+    kept = (set(names.missing_keys), set(names.unexpected_keys))
+    if callable(adjust):
+        try:
+            adjust(names)
+            kept = (set(names.missing_keys), set(names.unexpected_keys))
+        except _STRANGE:
+            pass  # another version: nothing is left out
+    return sorted(kept[0]), sorted(kept[1])
+
+
+def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms, serial: Mapping[str, str]) -> NameMap:
+    """Plan with the functions of transformers, as its own ``from_pretrained`` goes about it."""
+    loading = importlib.import_module(_LOADING)
+    transforms = importlib.import_module(_MAPPING).get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, loading.WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    imagined = {name: form.imagine() for name, form in wanted.items()}
+    prefix = _attribute(model, "base_model_prefix") or None
+    renamed: dict[str, str] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(stored, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, imagined)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target in wanted and pattern is not None:
+            groups.setdefault(target, []).append((pattern, name))
+        elif target in wanted and target not in renamed.values():
+            renamed[name] = target
+    conversions = []
+    for target, collected in groups.items():
+        converter, stand_in = by_pattern[collected[0][0]], _SerialModel(model, imagined)
+        run = _Reading(converter, stand_in, target, tuple(collected), wanted[target].dtype, serial)
+        sources = tuple(name for _, name in collected)
+        found = run({name: stored[name].imagine() for name in sources})
+        targets = {name: Form.of(tensor) for name, tensor in found.items()}
+        conversions.append(Conversion(sources=sources, targets=targets, run=run))
+    return NameMap(
+        renamed={name: serial[target] for name, target in renamed.items()}, conversions=tuple(conversions)
+    )
+
+
+@final
+@frozen(eq=False)
+class _Reading:
+    """Converts the tensors of files that one converter of transformers takes together.
+
+    Attributes:
+        converter: The converter; each use takes a copy.
+        model: The model with serial shapes.
+        target: The first of its tensors.
+        collected: Pattern and name of each source, in order.
+        dtype: What sources are cast to before.
+        serial: Serial names by plain ones.
+    """
+
+    converter: Any
+    model: _SerialModel
+    target: str
+    collected: tuple[tuple[str, str], ...]
+    dtype: torch.dtype
+    serial: Mapping[str, str]
+
+    @torch.no_grad()
+    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, name in self.collected:
+            converter.add_tensor(self.target, name, pattern, tensors[name].to(self.dtype))
+        found = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {
+            self.serial[name]: value[0] if isinstance(value, list) else value
+            for name, value in found.items()
+            if name in self.serial
+        }
+
+
+# --- configurations -----------------------------------------------------------------------------------------
+
+
+def configuration_texts(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Return the configuration files that travel with a model, by name; none for a model that has none.
+
+    Args:
+        model: The model; whatever it calls ``config`` and ``generation_config`` is asked to save itself.
+        dtype: Dtype of the weights that they describe; by default that in which they are trained.
+    """
+    texts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("config", "generation_config"):
+            own = _attribute(model, name)
+            if not callable(_attribute(own, "save_pretrained")):
+                continue
+            try:
+                described = deepcopy(own)
+                if name == "config" and _is_of_transformers(model):
+                    described.architectures = [type(model).__name__]
+                    described.dtype = str(dtype or _trained_dtype(model)).removeprefix("torch.")
+                described.save_pretrained(folder)
+            except _STRANGE as err:
+                warnings.warn(f"the model's {name} is not written: {err}", stacklevel=2)
+        for path in sorted(Path(folder).glob("*.json")):
+            texts[path.name] = path.read_text(encoding="utf-8")
+    return texts
+
+
+def _trained_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the masters: fp32 for 16-bit parameters that are trained."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            is_wide = parameter.dtype.itemsize > 2 or not parameter.requires_grad
+            return parameter.dtype if is_wide else torch.float32
+    return torch.float32
+
+
+# --- what transformers is asked -----------------------------------------------------------------------------
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, which then is imported already."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
+        for cls in type(model).__mro__
+    )
+
+
+def _tied_names(model: nn.Module) -> frozenset[str] | None:
+    """Return the names that a reader ties to others; None where that is not known."""
+    expand = _attribute(model, "get_expanded_tied_weights_keys") if _is_of_transformers(model) else None
+    if not callable(expand):
+        return None
+    try:
+        return frozenset(expand(all_submodels=True))
+    except _STRANGE:
+        return None
+
+
+def _attribute(thing: object, name: str) -> Any:
+    """Return an attribute that things of other packages may have, or None."""
+    return getattr(thing, name, None)
+
+
+def _note(err: BaseException) -> str:
+    """Say that names stay as they are in the model."""
+    return (
+        f"this version of transformers has another map of names than expected ({type(err).__name__}: {err}), "
+        "so names in files are taken to be those of the model"
+    )
+
+
+@final
+class _SerialModel:
+    """Stands for a model where a conversion asks for shapes: those of the serial model, not of its cuts."""
+
+    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter without memory.
+
+        Raises:
+            AttributeError: There is none of this name.
+        """
+        if name not in self._tensors:
+            raise AttributeError(f"the model has no parameter {name!r}")
+        return self._tensors[name]
+
+    get_buffer = get_parameter
+    get_parameter_or_buffer = get_parameter
+
+
+@final
+class _Origins(TorchDispatchMode):
+    """Follows which named tensors go into which results, by the memory that they share."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        start: Any = super().__init__  # not annotated in torch
+        start()
+        self._alive: list[torch.Tensor] = list(tensors.values())
+        self._found = {_memory(tensor): frozenset([name]) for name, tensor in tensors.items()}
+
+    def of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Return the names of what went into a tensor."""
+        return self._found.get(_memory(tensor), frozenset())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs, results))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        origins = frozenset().union(*map(self.of, tensors))
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self._alive.append(leaf)
+                self._found[_memory(leaf)] = origins
+        return results
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor, which may be none, from that of others."""
+    return int(tensor.untyped_storage()._cdata)
