@@ -2,7 +2,8 @@
 
 An ordinary PyTorch script; the lines that name ``booster`` distribute it. Without ``--plan`` every process
 holds the whole model and takes its share of each batch; a plan cuts the model in other ways, and the numbers
-stay the same. Whatever interrupts it, the same command goes on where it was. Shapes: B sequences, T bytes, D width, V values of a byte.
+stay the same. Whatever interrupts it, the same command goes on where it was. Shapes: B sequences, T bytes, D
+width, V values of a byte.
 """
 
 from __future__ import annotations

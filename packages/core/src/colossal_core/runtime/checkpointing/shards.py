@@ -39,6 +39,7 @@ __all__ = [
     "bytes_of",
     "deal",
     "dtype_name",
+    "holdings_of",
     "model_holdings",
     "optimizer_holdings",
     "plain_name",
@@ -157,7 +158,7 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow
             kept += source.get("value", ())
         dtype = torch.float32 if is_wide else table.tensor(entry).dtype
         spec = Spec(dtype=dtype, shape=entry.shape, aliases=tuple(names[1:]))
-        found.add(names[0], spec, _holdings(names[0], kept, table, layout, rank))
+        found.add(names[0], spec, holdings_of(names[0], kept, table, layout, rank))
     return found
 
 
@@ -181,7 +182,7 @@ def optimizer_holdings(engine: Engine, index: int) -> Collected:
                 continue
             name = f"{qualified_name(engine, entry.key)}.{state}"
             spec = Spec(dtype=places[0].tensor.dtype, shape=entry.shape)
-            found.add(name, spec, _holdings(name, places, table, layout, rank))
+            found.add(name, spec, holdings_of(name, places, table, layout, rank))
     return found
 
 
@@ -193,7 +194,7 @@ def average_holdings(engine: Engine, places: Sequence[Place]) -> Collected:
         entry = table[place.key]
         spec = Spec(dtype=place.tensor.dtype, shape=entry.shape)
         name = plain_name(entry.name)
-        found.add(name, spec, _holdings(name, [place], table, layout, rank))
+        found.add(name, spec, holdings_of(name, [place], table, layout, rank))
     return found
 
 
@@ -204,7 +205,7 @@ def qualified_name(engine: Engine, key: Key) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return a name as the model has it that nobody has wrapped: compiled and recomputed modules add a level."""
+    """Return a name as the bare model has it: compiled and recomputed modules add a level."""
     return ".".join(level for level in name.split(".") if level not in WRAPPERS)
 
 
@@ -238,7 +239,7 @@ def _non_persistent(model: nn.Module) -> set[str]:
     }
 
 
-def _holdings(
+def holdings_of(
     name: str, places: Iterable[Place], table: ParameterTable, layout: MeshLayout, rank: int
 ) -> Iterator[Holding]:
     """Yield the boxes of one tensor that this rank holds."""
