@@ -17,6 +17,7 @@ from colossal_core.errors import CheckpointError, ColossalError, UsageError
 from colossal_core.runtime.booster import Booster
 from colossal_core.runtime.checkpointing import exporting
 from colossal_core.runtime.checkpointing.exporting import export_model
+from colossal_core.runtime.checkpointing.rows import write_box
 from colossal_testkit.engine import engine_of
 from colossal_testkit.memory import LiveBytes
 from colossal_testkit.parity import boost_workload
@@ -96,18 +97,15 @@ def export_on_a_full_disk(folder: Path, failing: int) -> None:
     """Export twice; the second time the disk of one rank is full when it writes."""
     booster, model, _ = boost_odd()
     export_model(engine_of(booster), model, folder)
-    write_box = exporting.write_box
 
     def refuse(file: io.FileIO, stored: Stored, box: Box, values: torch.Tensor) -> None:
         if torch.distributed.get_rank() == failing:
             raise OSError(errno.ENOSPC, "No space left on device")
         write_box(file, stored, box, values)
 
-    exporting.write_box = refuse
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "write_box", refuse)
         export_model(engine_of(booster), model, folder, dtype="bf16")
-    finally:
-        exporting.write_box = write_box
 
 
 def export_as_told(folder: Path, dtypes: list[str]) -> None:

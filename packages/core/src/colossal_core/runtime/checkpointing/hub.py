@@ -289,7 +289,7 @@ def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms, serial: Mappin
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     imagined = {name: form.imagine() for name, form in wanted.items()}
     prefix = _attribute(model, "base_model_prefix") or None
-    renamed: dict[str, str] = {}
+    sources: dict[str, str] = {}  # by target: where two tensors of files claim one, the first has it
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(stored, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, imagined)
@@ -297,19 +297,18 @@ def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms, serial: Mappin
             target, pattern = name, None
         if target in wanted and pattern is not None:
             groups.setdefault(target, []).append((pattern, name))
-        elif target in wanted and target not in renamed.values():
-            renamed[name] = target
+        elif target in wanted:
+            sources.setdefault(target, name)
     conversions = []
     for target, collected in groups.items():
         converter, stand_in = by_pattern[collected[0][0]], _SerialModel(model, imagined)
         run = _Reading(converter, stand_in, target, tuple(collected), wanted[target].dtype, serial)
-        sources = tuple(name for _, name in collected)
-        found = run({name: stored[name].imagine() for name in sources})
+        inputs = tuple(name for _, name in collected)
+        found = run({name: stored[name].imagine() for name in inputs})
         targets = {name: Form.of(tensor) for name, tensor in found.items()}
-        conversions.append(Conversion(sources=sources, targets=targets, run=run))
-    return NameMap(
-        renamed={name: serial[target] for name, target in renamed.items()}, conversions=tuple(conversions)
-    )
+        conversions.append(Conversion(sources=inputs, targets=targets, run=run))
+    renamed = {name: serial[target] for target, name in sources.items()}
+    return NameMap(renamed=renamed, conversions=tuple(conversions))
 
 
 @final
