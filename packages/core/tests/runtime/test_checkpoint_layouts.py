@@ -209,7 +209,7 @@ def test_random_layouts_exchange_random_shapes_bit_for_bit(
 def test_ranks_write_equally_much(rows: list[int], num_ranks: int) -> None:
     """What several ranks hold is dealt within a tenth of a fair share, or within the smallest cut."""
     layout = MeshLayout((Axis(name="data", degree=num_ranks, divides_batch=True, gradients="average"),))
-    cut = Cut(None, (), 0, False, None)  # noqa: FBT003
+    cut = Cut(None, (), 0, False, None)
     values = [torch.zeros(count, 100) for count in rows]
     scheme = Scheme(1, num_ranks, (cut,) * len(rows))
 

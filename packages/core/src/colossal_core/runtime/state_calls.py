@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossal_core.checkpoint.export_directory import MAX_SHARD_BYTES
+from colossal_core.runtime.checkpointing.exporting import export_model
+from colossal_core.runtime.checkpointing.importing import import_model
 from colossal_core.runtime.checkpointing.restoring import load_checkpoint
 from colossal_core.runtime.checkpointing.stopping import Stopping
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from colossal_core.runtime.checkpointing.report import Loaded
+    from colossal_core.runtime.checkpointing.report import Loaded, LoadReport
     from colossal_core.runtime.engine import Engine
 
 __all__ = ["StateCalls"]
@@ -71,8 +75,7 @@ class StateCalls(ABC):
         """
         engine = self._built("save")
         with engine.reporting():
-            path = Path(os.path.abspath(root))  # noqa: PTH100 - a link in the path stays what the user wrote
-            return engine.saver.save(path, extra=extra, keep=keep, asynchronous=asynchronous)
+            return engine.saver.save(_absolute(root), extra=extra, keep=keep, asynchronous=asynchronous)
 
     def wait_for_save(self) -> None:
         """Wait until the save that was started with ``asynchronous=True`` is complete; collective.
@@ -110,8 +113,7 @@ class StateCalls(ABC):
         engine = self._built("save_on_signal")
         if engine.stopping is not None:
             engine.stopping.close()
-        path = Path(os.path.abspath(root))  # noqa: PTH100 - as in save
-        engine.stopping = Stopping(engine, path, signals=signals, extra=extra, keep=keep)
+        engine.stopping = Stopping(engine, _absolute(root), signals=signals, extra=extra, keep=keep)
 
     def load(
         self, root: str | os.PathLike[str], *, missing_ok: bool = False, strict: bool = True
@@ -139,8 +141,69 @@ class StateCalls(ABC):
         engine = self._built("load")
         with engine.reporting():
             engine.saver.finish()
-            path = Path(os.path.abspath(root))  # noqa: PTH100 - as in save
-            return load_checkpoint(engine, path, engine.saver.agreement, missing_ok=missing_ok, strict=strict)
+            return load_checkpoint(
+                engine, _absolute(root), engine.saver.agreement, missing_ok=missing_ok, strict=strict
+            )
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: str | torch.dtype | None = None,
+        max_file_bytes: int = MAX_SHARD_BYTES,
+    ) -> Path:
+        """Write a model as plain safetensors files, as ``from_pretrained`` reads them; collective.
+
+        Tensors have their serial names, or those of the hub for models of transformers; tied ones are written
+        once; configuration files lie beside. Readers see an earlier export until this one is complete.
+
+        Args:
+            model: A boosted model.
+            directory: Where to: missing, empty, or an earlier export, on a disk that all ranks see.
+            dtype: Dtype of floating tensors, ``"bf16"`` for example; that of the masters when None.
+            max_file_bytes: Bytes of tensors in one file; what is larger is divided, with an index.
+
+        Returns:
+            The directory, complete.
+
+        Raises:
+            CheckpointError: The directory holds foreign files or is not shared, or the disk refuses; on every
+                rank.
+        """
+        engine = self._built("export")
+        self._check_model(model)
+        with engine.reporting():
+            return export_model(
+                engine, model, _absolute(directory), dtype=dtype, max_file_bytes=max_file_bytes
+            )
+
+    def import_weights(
+        self, model: nn.Module, directory: str | os.PathLike[str], *, strict: bool = True
+    ) -> LoadReport:
+        """Read weights that others have written into a boosted model; collective over all ranks.
+
+        Each rank reads the rows that it holds, under any plan. Masters take the stored values, 16-bit values
+        are rounded from them; states of optimizers stay as they are.
+
+        Args:
+            model: A boosted model.
+            directory: A directory with ``model.safetensors``, or an index and its files, or one such file.
+            strict: Refuse missing, unexpected and differently shaped tensors. Otherwise they are reported,
+                and what the files do not give stays as it is.
+
+        Returns:
+            What was found.
+
+        Raises:
+            CheckpointError: Files are missing, damaged or no safetensors files, or do not fit; on every rank.
+        """
+        engine = self._built("import_weights")
+        self._check_model(model)
+        with engine.reporting():
+            return import_model(engine, model, _absolute(directory), strict=strict)
 
     # --- counters -------------------------------------------------------------------------------------------
 
@@ -169,3 +232,8 @@ class StateCalls(ABC):
         return 0 if self._engine is None else self._engine.shares.samples
 
     _engine: Engine | None
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Return a path that stays valid when the working directory changes; links in it stay what they are."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links

@@ -31,6 +31,7 @@ from colossal_core.checkpoint.directory import (
 from colossal_core.checkpoint.manifest import Manifest
 from colossal_core.checkpoint.writing import write_text
 from colossal_core.errors import CheckpointError, ColossalError, UsageError
+from colossal_core.runtime.checkpointing.hub import Form, configuration_texts, needs_conversion
 from colossal_core.runtime.checkpointing.parts import ObjectPart, Part, join_parts, wait_for_parts, write_part
 from colossal_core.runtime.checkpointing.run_state import (
     collect_run_state,
@@ -111,6 +112,7 @@ class Saver:
         self.agreement = agreement
         self._background: _Background | None = None
         self._copies: list[torch.Tensor] = []
+        self._needs_conversion: dict[str, bool] = {}
 
     def save(self, root: Path, *, extra: Any, keep: int | None, asynchronous: bool) -> Path:
         """Write a checkpoint; see ``Booster.save``."""
@@ -199,7 +201,12 @@ class Saver:
         engine, mesh = self._engine, self._engine.context.mesh
         objects = []
         for name, model in engine.models.items():
-            objects.append(self._part_of(name, "model", model_holdings(engine, name), model_details(model)))
+            collected = model_holdings(engine, name)
+            if name not in self._needs_conversion:
+                forms = {key: Form(spec.dtype, spec.shape) for key, spec in collected.specs.items()}
+                self._needs_conversion[name] = needs_conversion(model, forms)
+            hub = {"needs_conversion": self._needs_conversion[name]}
+            objects.append(self._part_of(name, "model", collected, {**model_details(model), "hub": hub}))
         for index in range(len(engine.optimizers)):
             details = optimizer_details(engine, index)
             collected = optimizer_holdings(engine, index)
@@ -218,6 +225,7 @@ class Saver:
             extra=pack_values(extra, "extra"),
             plan={"plan": engine.context.plan.to_dict(), "world_size": mesh.layout.world_size, "mark": mark},
             versions=_versions(),
+            configurations=self._configurations(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         return Part(
@@ -229,6 +237,13 @@ class Saver:
             random=random_text(),
             head=head,
         )
+
+    def _configurations(self) -> dict[str, dict[str, str]]:
+        """Return the configuration files of all models; on rank 0, whose manifest counts."""
+        if self._engine.context.mesh.rank > 0:
+            return {}
+        found = {name: configuration_texts(model) for name, model in self._engine.models.items()}
+        return {name: texts for name, texts in found.items() if texts}
 
     def _part_of(self, name: str, kind: Any, collected: Collected, details: Any) -> ObjectPart:
         """Return what this rank writes of one object."""

@@ -68,7 +68,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 """Names of element types in safetensors files."""
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Levels in the names of modules that ``torch.compile`` and torch's wrapper for recomputation put in between."""
+"""Levels that ``torch.compile`` and torch's wrapper for recomputation put into the names of modules."""
 
 SMALLEST_CUT = 64 << 10
 """Bytes below which a box is written by one rank: finer cuts make the manifest longer and nothing faster."""
