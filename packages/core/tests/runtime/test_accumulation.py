@@ -177,28 +177,6 @@ def test_a_batch_that_failed_weighs_nothing_afterwards(wrong: int) -> None:
         assert result == pytest.approx(norms[:1], rel=1e-10)
 
 
-def test_accumulation_counts_for_each_optimizer() -> None:
-    """A second optimizer that steps every other time has windows of its own."""
-    torch.manual_seed(0)
-    first, second = nn.Linear(3, 3), nn.Linear(3, 1)
-    one = torch.optim.SGD(first.parameters(), lr=0.1)
-    two = torch.optim.SGD(second.parameters(), lr=0.1)
-    first, second, one, two = Booster(accumulate=2).boost(first, second, one, two)
-    stepped: list[tuple[bool, bool]] = []
-
-    for number in range(4):
-        second(first(torch.ones(1, 3))).sum().backward()
-        one.step()
-        if number % 2:
-            two.step()
-        stepped.append((one.stepped, two.stepped if number % 2 else False))
-        one.zero_grad()
-        if number % 2:
-            two.zero_grad()
-
-    assert stepped == [(False, False), (True, False), (False, False), (True, True)]
-
-
 def test_accumulation_below_one_is_refused() -> None:
     """A window holds at least one micro-batch."""
     with pytest.raises(UsageError, match="accumulate"):

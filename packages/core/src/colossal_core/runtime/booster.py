@@ -38,6 +38,7 @@ from colossal_core.runtime.objects import sort_objects
 from colossal_core.runtime.optimizer import BoostedOptimizer
 from colossal_core.runtime.sources import Place
 from colossal_core.runtime.state_calls import StateCalls
+from colossal_core.runtime.trees import edited
 
 if TYPE_CHECKING:
     from torch import nn
@@ -336,10 +337,12 @@ class Booster(StateCalls):
         engine = self._built("gather")
         return gather(tree, engine.context, engine.shares, engine.agreement)
 
-    def full_parameters(self, model: nn.Module) -> Any:
-        """Return a context that shows every parameter of a model whole, by serial name; edits are kept."""
+    @contextmanager
+    def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Show every parameter of a model whole, by serial name; edits and assigned tensors are kept."""
         self._check_model(model)
-        return self._built("full_parameters").manager.full_parameters(model)
+        with self._built("full_parameters").manager.full_parameters(model) as found, edited(found) as shown:
+            yield shown
 
     @contextmanager
     def full_gradients(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
@@ -366,7 +369,8 @@ class Booster(StateCalls):
                 optimizer.check_window("full_gradients")
                 found = stack.enter_context(engine.manager.full_gradients(index))
                 shown.update({names[p]: gradient for p, gradient in found.items() if p in names})
-            yield shown
+            with edited({name: shown[name] for name in names.values() if name in shown}) as in_order:
+                yield in_order
 
     def average(self, model: nn.Module, decay: float) -> Average:
         """Return a running average of a model's parameters that follows every real step from now on.

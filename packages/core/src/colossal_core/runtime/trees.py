@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import UsageError
 
-__all__ = ["cut_rows", "is_list_of_values", "map_leaves", "move_to"]
+__all__ = ["cut_rows", "edited", "is_list_of_values", "map_leaves", "move_to"]
 
 Visit = Callable[[str, Any], Any]
 """Takes the path of a leaf, such as ``['labels'][0]``, and the leaf; returns what takes its place."""
@@ -154,3 +155,26 @@ def _rebuild(tree: Any, items: dict[Any, Any]) -> Any:
     for name, value in items.items():
         object.__setattr__(clone, name, value)  # also where the class is frozen
     return clone
+
+
+@contextmanager
+def edited(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Show tensors by name; whatever the user puts in the place of one is copied into it at the end.
+
+    Raises:
+        UsageError: It has another shape, or a name that there is not.
+    """
+    shown = dict(tensors)
+    yield shown
+    for name, value in shown.items():
+        kept = tensors.get(name)
+        if value is kept:
+            continue
+        if kept is None or kept.shape != value.shape:
+            expected = "no tensor of that name" if kept is None else f"one of shape {tuple(kept.shape)}"
+            raise UsageError(
+                f"{name!r} was assigned a tensor of shape {tuple(value.shape)}, where there is {expected}",
+                hint="write into what the context shows, or assign tensors of the same shapes",
+            )
+        with torch.no_grad():
+            kept.copy_(value)
