@@ -119,14 +119,14 @@ class Saver:
         self.finish()
         step = self._engine.num_steps
         directory, mark = self._begin(root, step=step, keep=keep)
-        part = self.agreement.attempt(
-            "collect the state", lambda: self._collect(directory, mark, extra=extra)
-        )
-        if asynchronous:
-            self._background = _Background(self._snapshot(part), keep)
-            self._background.start()
-            return directory
         try:
+            part = self.agreement.attempt(
+                "collect the state", lambda: self._collect(directory, mark, extra=extra)
+            )
+            if asynchronous:
+                self._background = _Background(self._snapshot(part), keep)
+                self._background.start()
+                return directory
             self.agreement.attempt("write the checkpoint", lambda: write_part(part))
             self.agreement.attempt("publish the checkpoint", lambda: self._publish_on_first(part, keep))
         except ColossalError:
@@ -300,7 +300,8 @@ class Saver:
             texts = self._engine.agreement.share(
                 "failed save", "" if job.error is None else job.error.message
             )
-            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+            # Rank 0 may only have heard of it: the last one speaks for itself.
+            rank, text = [(rank, text) for rank, text in enumerate(texts) if text][-1]
             raise CheckpointError(
                 f"the save of {job.part.directory} that was started before this step failed on rank {rank}: "
                 f"{text}",
