@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from colossal_core.plan import Plan
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")  # comes with it
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -306,6 +307,36 @@ def test_weights_of_the_base_model_are_taken(tmp_path: Path) -> None:
         assert torch.equal(model.bert.get_parameter(name), value)
 
 
+def test_old_names_and_superfluous_masks_are_understood(tmp_path: Path) -> None:
+    """Files from before some names were changed, and with tensors that models once had, are read."""
+    bert, gpt2 = make("bert", seed=1), make("gpt2", seed=1)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in bert.named_parameters()
+    }
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.bias": torch.ones(1, 1, 16, 16)}
+    for kind, tensors in (("bert", old), ("gpt2", {**dict(gpt2.transformer.named_parameters()), **masks})):
+        (tmp_path / kind).mkdir()
+        plain = {name: value.detach().contiguous() for name, value in tensors.items()}
+        safetensors_torch.save_file(plain, tmp_path / kind / "model.safetensors")
+
+    for kind, same in (("bert", bert), ("gpt2", gpt2)):
+        model = make(kind, seed=2)
+        assert not import_model(engine_of(boost(model)), model, tmp_path / kind).problems
+        assert torch.equal(logits_of(kind, model), logits_of(kind, same))
+
+
+def test_divided_files_are_read(tmp_path: Path) -> None:
+    """What transformers has divided among files, with its index."""
+    make("mixtral", seed=1).save_pretrained(tmp_path, max_shard_size="2KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 3
+    model = make("mixtral", seed=2)
+
+    import_model(engine_of(boost(model)), model, tmp_path)
+
+    assert torch.equal(logits_of("mixtral", model), logits_of("mixtral", make("mixtral", seed=1)))
+
+
 def test_weights_tied_by_hand_are_stored_twice(tmp_path: Path) -> None:
     """Where the configuration does not say that they are tied, a reader needs both."""
     model = make("llama", seed=1)
@@ -358,4 +389,9 @@ def test_only_some_models_need_a_conversion() -> None:
     """Others can be exported from their checkpoint, without their class."""
     assert hub.needs_conversion(make("mixtral", seed=1))
     assert not hub.needs_conversion(make("tied llama", seed=1))
+    assert not hub.needs_conversion(make("t5", seed=1))
     assert not hub.needs_conversion(nn.Linear(2, 2))
+    tied_by_hand = make("llama", seed=1)
+    assert not hub.needs_conversion(tied_by_hand)
+    tied_by_hand.lm_head.weight = tied_by_hand.model.embed_tokens.weight
+    assert hub.needs_conversion(tied_by_hand)

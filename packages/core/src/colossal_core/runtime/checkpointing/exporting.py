@@ -315,7 +315,7 @@ class _Writing:
     def _convert(self, conversion: Conversion, sources: dict[str, torch.Tensor]) -> None:
         """Convert some tensors, and write those of the results that are this rank's."""
         mesh = self._engine.context.mesh
-        found = conversion.run(sources)
+        found = conversion.convert(sources)
         for index, name in enumerate(conversion.targets):
             if index % mesh.layout.world_size == mesh.rank:
                 whole = Box((0,) * found[name].dim(), tuple(found[name].shape))

@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colossal_core.errors import CapabilityError
+
 __all__ = [
     "Conversion",
     "Form",
@@ -83,12 +85,26 @@ class Conversion:
     Attributes:
         sources: Names of what goes in.
         targets: What comes out, by name.
-        run: Converts tensors by name; results may be views of what went in.
+        run: Converts tensors by name, and raises what it likes.
     """
 
     sources: tuple[str, ...]
     targets: Forms
     run: Callable[[Tensors], dict[str, torch.Tensor]] = field(repr=False)
+
+    def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Convert tensors by name; results may be views of what went in.
+
+        Raises:
+            CapabilityError: The conversion fails, though it went well without elements.
+        """
+        try:
+            return self.run(tensors)
+        except _STRANGE as err:
+            raise CapabilityError(
+                f"{self.sources[0]!r} cannot be converted between model and files: {err}",
+                hint="report it with the class of the model and the version of transformers",
+            ) from err
 
 
 @frozen(kw_only=True)
@@ -147,18 +163,21 @@ def plan_writing(model: nn.Module, forms: Forms) -> NameMap:
 
 
 def needs_conversion(model: nn.Module, forms: Forms | None = None) -> bool:
-    """Return whether files of the hub hold this model in another form than its own state dict.
+    """Return whether files of the hub hold this model otherwise than its own state dict does.
 
     Args:
         model: The model.
         forms: Its tensors by serial name, with serial shapes; those of the model as it is when None.
     """
-    if forms is None:
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        forms = {name: Form.of(tensor) for name, tensor in state.items()}
-    named = stored_names(model, {name: (name,) for name in forms})
-    found = plan_writing(model, {name: forms[key] for key, kept in named.items() for name in kept})
-    return bool(found.conversions) or any(source != target for source, target in found.renamed.items())
+    names: dict[torch.Tensor, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
+    known = {every[0]: Form.of(tensor) for tensor, every in names.items()} if forms is None else forms
+    stored = stored_names(model, {every[0]: every for every in names.values() if every[0] in known})
+    found = plan_writing(model, {name: known[key] for key, kept in stored.items() for name in kept})
+    is_renamed = any(kept not in {(), (key,)} for key, kept in stored.items())
+    return is_renamed or bool(found.conversions) or any(a != b for a, b in found.renamed.items())
 
 
 def _plan_writing(model: nn.Module, forms: Forms) -> NameMap:

@@ -385,7 +385,7 @@ class _Reading:
             self._fill(key, self._plan.plain[key], held.get(key, ()))
         for conversion, taken in self._plan.made:
             if any(key in held for key in taken.values()):
-                found = conversion.run({name: self._read_whole(name) for name in conversion.sources})
+                found = conversion.convert({name: self._read_whole(name) for name in conversion.sources})
                 for target, key in taken.items():
                     tensor = found[target].to(self._plan.collected.specs[key].dtype)
                     whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
