@@ -131,10 +131,12 @@ def test_two_boosters_live_side_by_side() -> None:
 
 
 def train_compiled(when: str) -> list[torch.Tensor]:
-    """Train a model that was compiled before boost, after it, or given to it compiled."""
+    """Train a model that was compiled before boost, after it, given to it compiled, or in one block only."""
     torch.manual_seed(0)
     model: Any = Layers()
     optimizer: Any = adam_over_all(model)
+    if when == "block":
+        model.second.compile(backend="aot_eager")
     compiled: Any = torch.compile(model, backend="aot_eager")
     with tiny_buffers():
         booster = Booster(precision="fp64")
@@ -149,8 +151,8 @@ def train_compiled(when: str) -> list[torch.Tensor]:
     return [value.detach().clone() for value in model.parameters()]
 
 
-@pytest.mark.parametrize("when", ["before", "after", "given"])
-def test_compiled_models_train(when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after", "given", "block"])
+def test_torch_compile_works_on_blocks_and_on_the_model(when: str) -> None:
     """Gradients of a compiled graph arrive at the same parameters, early or late."""
     results = run_ranks(train_compiled, 2, when)
 
