@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import swa_utils
 from torch.utils.data import DataLoader, TensorDataset
 
-from colossal_core import Booster
+from colossal_core import Booster, Replicated, launch, spawn
 from colossal_core.errors import UsageError
 from colossal_testkit import run_ranks
 
@@ -230,3 +232,102 @@ def test_mean_of_what_is_no_number_is_refused(value: Any) -> None:
 
     with pytest.raises(UsageError, match=r"mean got .*, expected a number"):
         booster.mean(value)
+
+
+def make_regression() -> tuple[Any, Any, Any, Any]:
+    """Return a model, an optimizer, a schedule and a loader whose last batch is smaller."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = torch.randn(22, 4)
+    loader = DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=8)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), loader
+
+
+def scale_by_hand(model: Any, optimizer: Any, scheduler: Any, loader: Any) -> list[torch.Tensor]:
+    """Train as the tutorials of torch.amp do; the fourth loss is infinite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for epoch in range(3):
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            scaler.scale(loss * (float("inf") if (epoch, number) == (1, 0) else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+    assert scaler.get_scale() == 2.0**9
+    return [value.detach().clone() for value in model.parameters()]
+
+
+def train_with_scaler() -> list[torch.Tensor]:
+    """Boost the objects and run the loop unchanged."""
+    return scale_by_hand(*Booster(Replicated(reduce="backward")).boost(*make_regression()))
+
+
+def test_a_loop_with_a_grad_scaler_stays_as_it_is() -> None:
+    """Uneven shares, unscaling, clipping, a skipped step and a schedule: the weights of one process."""
+    wanted = scale_by_hand(*make_regression())
+
+    for found in run_ranks(train_with_scaler, 3):
+        for value, reference in zip(found, wanted, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_a_notebook_trains_on_several_ranks_and_goes_on_alone(tmp_path: Path) -> None:
+    """One cell makes the objects, one spawns the training, the last one reads what it left."""
+    model, optimizer, scheduler, loader = make_regression()
+
+    def train() -> None:
+        """Train an epoch on each rank."""
+        launch()
+        booster = Booster()
+        ours = booster.boost(model, optimizer, scheduler, loader)
+        for batch in ours[3]:
+            booster.forward_backward(ours[0], batch, F.mse_loss)
+            ours[1].step()
+            ours[2].step()
+            ours[1].zero_grad()
+        if booster.is_first:
+            torch.save(ours[0].state_dict(), tmp_path / "weights.pt")
+
+    before = model[0].weight.detach().clone()
+    spawn(train, 2)
+
+    assert torch.equal(model[0].weight, before)
+    model.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    again, theirs, schedule, _ = make_regression()
+    for x, y in loader:
+        F.mse_loss(again(x), y).backward()
+        theirs.step()
+        schedule.step()
+        theirs.zero_grad()
+    for value, reference in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+
+
+def average_both_ways() -> float:
+    """Keep an average of ours and one of torch, evaluate with ours, and return how far they are apart."""
+    model, optimizer, _, loader = make_regression()
+    booster = Booster(precision="fp64")
+    model, optimizer, loader = booster.boost(model, optimizer, loader)
+    ours = booster.average(model, 0.9)
+    theirs: Any = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    theirs.update_parameters(model)  # the first call copies
+    for batch in loader:
+        booster.forward_backward(model, batch, F.mse_loss)
+        optimizer.step()
+        theirs.update_parameters(model)
+        optimizer.zero_grad()
+    last = [value.detach().clone() for value in model.parameters()]
+    x = torch.ones(2, 4)
+    with ours.applied(), torch.no_grad():
+        worst = float((model(x) - theirs(x.double())).abs().max())
+    assert all(map(torch.equal, last, model.parameters()))
+    return worst
+
+
+def test_running_averages_of_ours_and_of_torch_agree() -> None:
+    """``AveragedModel`` works on a replicated model; ``booster.average`` needs no call in the loop."""
+    assert max(run_ranks(average_both_ways, 2)) < 1e-12
