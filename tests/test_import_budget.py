@@ -39,6 +39,7 @@ LIGHT_COMMANDS = [
     ("plugins", "list"),
     ("plugins", "list", "--json"),
     ("plugins", "info", "core"),
+    ("checkpoint", "--help"),
     ("plan", "--help"),
     ("plan", "show"),
     ("plan", "show", "plan.toml"),

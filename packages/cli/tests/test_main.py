@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
+from colossal_cli.commands.checkpoint import checkpoint
 from colossal_cli.commands.doctor import doctor
 from colossal_cli.commands.plan import plan
 from colossal_cli.commands.plugins import plugins
 from colossal_cli.commands.run import run
 from colossal_cli.main import cli
+from colossal_testkit.checkpoints import SampleTensor, write_checkpoint
 
 if TYPE_CHECKING:
     from .conftest import Program
@@ -67,7 +69,7 @@ def test_a_typo_names_the_closest_command(program: Program) -> None:
     done = program.run("plugin")
 
     assert done.code == 2
-    assert "there is no command 'plugin'; there are: doctor, plan, plugins, run" in done.err
+    assert "there is no command 'plugin'; there are: checkpoint, doctor, plan, plugins, run" in done.err
     assert "did you mean 'plugins'?" in done.err
 
 
@@ -143,6 +145,10 @@ sys.meta_path.insert(0, Blocker())
         ["plugins", "list", "--json"],
         ["plugins", "info", "core"],
         ["plan", "show", "p.toml", "--nproc", "2"],
+        ["checkpoint", "inspect", "runs", "--tensors"],
+        ["checkpoint", "verify", "runs", "--json"],
+        ["checkpoint", "diff", "runs", "runs/step-1"],
+        ["checkpoint", "export", "runs", "out"],
         ["run", "--help"],
         ["run", "--nproc", "1", "--plan", "p.toml", "s.py"],
     ],
@@ -153,6 +159,7 @@ def test_nothing_imports_torch_and_rich_is_for_terminals(program: Program, argum
     program.environ["PYTHONPATH"] = str(program.directory / "blocked")
     program.write("p.toml", 'precision = "bf16"\n')
     program.write("s.py", "print('fine')")
+    write_checkpoint(program.directory / "runs", {"model": {"w": SampleTensor.make((3,))}})
 
     done = program.run(*arguments)
 
@@ -168,7 +175,14 @@ def test_output_has_no_colours_when_nobody_looks(program: Program) -> None:
 
 def test_the_flags_are_these_and_no_others() -> None:
     """Flags multiply and combine badly: a new one is added on purpose, here too."""
-    groups = {"": cli, "run": run, "plan": plan, "plugins": plugins, "doctor": doctor}
+    groups = {
+        "": cli,
+        "run": run,
+        "plan": plan,
+        "plugins": plugins,
+        "doctor": doctor,
+        "checkpoint": checkpoint,
+    }
     found: dict[str, list[str]] = {}
     for name, command in groups.items():
         found[name] = _list_flags(command)
@@ -187,6 +201,11 @@ def test_the_flags_are_these_and_no_others() -> None:
         "plugins disable": ["--why"],
         "plugins doctor": ["--json"],
         "doctor": ["--json"],
+        "checkpoint": [],
+        "checkpoint inspect": ["--json", "--match", "--tensors"],
+        "checkpoint verify": ["--json"],
+        "checkpoint diff": ["--json"],
+        "checkpoint export": ["--json", "--max-file-size", "--object"],
     }
 
 
