@@ -1,0 +1,272 @@
+"""Whatever ends a run, the same command goes on: the same losses, no process left, no checkpoint broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from colossal_core.checkpoint import find_complete
+from colossal_core.checkpoint.verifying import verify
+
+SCRIPT = Path(__file__).with_name("interrupted_run.py")
+COLOSSAL = Path(sys.executable).with_name("colossal")
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="processes are looked up in /proc"
+)
+
+
+class Command:
+    """One start of the run: what it prints goes into a file, its processes are found by their arguments."""
+
+    def __init__(self, folder: Path, steps: int, *, nproc: int = 2) -> None:
+        """Start it."""
+        self.folder = folder
+        self.result = folder / "losses.json"
+        arguments = [str(SCRIPT), str(self.result), str(folder / "run"), str(steps)]
+        self.output = folder / "output.txt"
+        with self.output.open("ab") as file:
+            self.process = subprocess.Popen(
+                [str(COLOSSAL), "run", "--nproc", str(nproc), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def find_ranks(self) -> list[int]:
+        """Return the process ids of the ranks."""
+        return [pid for pid in find_processes(str(self.result)) if pid != self.process.pid]
+
+    def wait_for_training(self, *, seconds: float = 20.0) -> None:
+        """Return once the run has taken a step since its start."""
+        started = time.monotonic()
+        before = find_complete(self.folder / "run")[:1]
+        while find_complete(self.folder / "run")[:1] == before:
+            assert self.process.poll() is None, self.output.read_text(encoding="utf-8")
+            assert time.monotonic() - started < seconds, self.output.read_text(encoding="utf-8")
+            time.sleep(0.02)
+
+    def wait_for_end(self, *, seconds: float = 20.0) -> int:
+        """Return the exit code once every process has ended."""
+        code = self.process.wait(seconds)
+        deadline = time.monotonic() + seconds
+        while find_processes(str(self.result)):
+            assert time.monotonic() < deadline, "a process is left"
+            time.sleep(0.05)
+        return code
+
+
+def find_processes(marker: str) -> list[int]:
+    """Return the ids of processes whose command line holds ``marker``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdecimal() and marker in (folder / "cmdline").read_text(encoding="utf-8"):
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def finish(folder: Path, steps: int) -> list[float]:
+    """Run to the end, and return the losses."""
+    command = Command(folder, steps)
+    assert command.wait_for_end(seconds=60) == 0, command.output.read_text(encoding="utf-8")
+    losses: list[float] = json.loads(command.result.read_text(encoding="utf-8"))
+    assert len(losses) == steps
+    return losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """Return the losses of a run of some steps that nothing has interrupted."""
+    known: dict[int, list[float]] = {}
+
+    def losses_of(steps: int) -> list[float]:
+        if steps not in known:
+            known[steps] = finish(tmp_path_factory.mktemp("uninterrupted"), steps)
+        return known[steps]
+
+    return losses_of
+
+
+def end_politely(command: Command) -> int:
+    """Send SIGTERM to the launcher."""
+    command.process.terminate()
+    return command.wait_for_end()
+
+
+def kill_one_rank(command: Command) -> int:
+    """Send SIGKILL to a rank."""
+    os.kill(max(command.find_ranks()), signal.SIGKILL)
+    return command.wait_for_end()
+
+
+def kill_launcher(command: Command) -> int:
+    """Send SIGKILL to the launcher only."""
+    command.process.kill()
+    return command.wait_for_end()
+
+
+def interrupt(command: Command) -> int:
+    """Send SIGINT to all processes, as Ctrl-C does."""
+    os.killpg(command.process.pid, signal.SIGINT)
+    return command.wait_for_end()
+
+
+ENDS: dict[str, tuple[Callable[[Command], int], set[int]]] = {
+    "SIGTERM": (end_politely, {143}),
+    "SIGKILL of a rank": (kill_one_rank, {1, 137}),
+    "SIGKILL of the launcher": (kill_launcher, {-9}),
+    "Ctrl-C": (interrupt, {130}),
+}
+
+
+QUICK = {"SIGTERM", "SIGKILL of a rank"}
+"""Those that are not left to `nox -s slow`."""
+
+STEPS = 20
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=[] if end in QUICK else [pytest.mark.slow]) for end in ENDS]
+)
+def test_interrupted_run_goes_on_bit_for_bit(
+    end: str, tmp_path: Path, uninterrupted: Callable[[int], list[float]]
+) -> None:
+    """The losses are those of the run that was not interrupted."""
+    stop, codes = ENDS[end]
+    command = Command(tmp_path, STEPS)
+    command.wait_for_training()
+
+    code = stop(command)
+    reached = find_complete(tmp_path / "run")[0][0]
+
+    assert code in codes, command.output.read_text(encoding="utf-8")
+    assert 0 < reached < STEPS
+    assert finish(tmp_path, STEPS) == uninterrupted(STEPS)
+    assert f"training from step {reached}" in command.output.read_text(encoding="utf-8")
+
+
+# --- minutes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_200_random_kills_lose_nothing(tmp_path: Path, uninterrupted: Callable[[int], list[float]]) -> None:
+    """SIGKILL of a rank, of all processes or of the launcher at any moment; every restart goes on exactly."""
+    steps, kills = 60, int(os.environ.get("COLOSSAL_KILLS", "200"))
+    source = random.Random(os.environ.get("COLOSSAL_KILLS_SEED", "1"))  # noqa: S311 - no secret
+    wanted = uninterrupted(steps)
+    number, done, finished = 0, 0, 0
+    while done < kills:
+        number += 1
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir()
+        while done < kills:
+            command = Command(folder, steps)
+            if wait_for_any_moment(command, source.uniform(1.5, 6.0)):
+                break
+            victim = source.choice(["rank", "rank", "all", "launcher"])
+            kill(command, victim, source)
+            done += 1
+            check_directory(folder / "run")
+        command.wait_for_end(seconds=60)
+        if command.result.exists():
+            finished += 1
+            assert json.loads(command.result.read_text(encoding="utf-8")) == wanted
+    assert finish(folder, steps) == wanted
+    print(f"{done} kills, {finished + 1} runs finished exactly")  # noqa: T201 - a figure to report
+
+
+def wait_for_any_moment(command: Command, seconds: float) -> bool:
+    """Wait; return whether the run has ended by itself meanwhile."""
+    try:
+        return command.process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def kill(command: Command, victim: str, source: random.Random) -> None:
+    """Send SIGKILL to some processes of a run, and wait until all of them are gone."""
+    ranks = command.find_ranks()
+    if victim == "launcher" or not ranks:
+        targets = [command.process.pid]
+    else:
+        targets = [source.choice(ranks)] if victim == "rank" else [command.process.pid, *ranks]
+    for pid in targets:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    command.wait_for_end(seconds=60)
+
+
+def check_directory(root: Path) -> None:
+    """Check that what is visible is whole."""
+    for _, path in find_complete(root)[:1]:
+        assert not [problem for problem in verify(path) if problem.severity == "error"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quickstart_goes_on_after_control_c_at_the_nox_command(tmp_path: Path) -> None:
+    """The key reaches nox through a terminal; the command, given again, ends with the same curves."""
+    arguments = ["--steps", "60", "--save-every", "5", "--checkpoints"]
+    command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", "quickstart", "--"]
+    whole = subprocess.run(
+        [*command, *arguments, str(tmp_path / "whole")], cwd=tmp_path, capture_output=True, check=True
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execv(command[0], [*command, *arguments, str(tmp_path / "cut")])
+    deadline = time.monotonic() + 300
+    shown = bytearray()
+    while not find_complete(tmp_path / "cut"):
+        assert time.monotonic() < deadline, shown.decode(errors="replace")
+        shown += read_some(terminal)
+    os.write(terminal, b"\x03")
+    while part := read_some(terminal, until_end=True):
+        shown += part
+    assert os.waitpid(child, 0)[1] != 0
+    assert not find_processes(str(tmp_path / "cut"))
+
+    again = subprocess.run(
+        [*command, *arguments, str(tmp_path / "cut")], cwd=tmp_path, capture_output=True, check=True
+    )
+
+    assert b"going on after step" in again.stdout
+    assert last_line(again.stdout) == last_line(whole.stdout)
+
+
+def read_some(terminal: int, *, until_end: bool = False) -> bytes:
+    """Return what a terminal shows, after at most a tenth of a second; nothing once it is closed."""
+    while True:
+        ready, _, _ = select.select([terminal], [], [], 0.1)
+        if ready:
+            try:
+                return os.read(terminal, 1 << 16)
+            except OSError:  # Linux says so when the other end is closed
+                return b""
+        if not until_end:
+            return b""
+
+
+def last_line(printed: bytes) -> bytes:
+    """Return the line with the losses."""
+    return next(line for line in reversed(printed.splitlines()) if b"nats per byte" in line)
