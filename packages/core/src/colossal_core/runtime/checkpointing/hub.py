@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_core.errors import CapabilityError
+from colossal_core.runtime.checkpointing.shards import plain_name
 
 __all__ = [
     "Conversion",
@@ -37,9 +38,6 @@ __all__ = [
     "plan_writing",
     "stored_names",
 ]
-
-COMPILED = "_orig_mod."
-"""What ``torch.compile`` puts into names; no file of a model has it."""
 
 _LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
 
@@ -130,7 +128,7 @@ def stored_names(model: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[s
 
     Args:
         model: The model.
-        names: All names of each tensor in serial order, by the first of them.
+        names: All names of each tensor in serial order, without levels of wrappers, by the first of them.
 
     Returns:
         The names in files, by the same keys: none for what transformers leaves out of files.
@@ -139,8 +137,7 @@ def stored_names(model: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[s
     ignored = _attribute(model, "_keys_to_ignore_on_save") if _is_of_transformers(model) else None
     found = {}
     for key, every in names.items():
-        plain = [name.replace(COMPILED, "") for name in every]
-        plain = [name for name in plain if name not in (ignored or ())]
+        plain = [name for name in every if name not in (ignored or ())]
         kept = plain[:1] if tied is None else [name for name in plain if name not in tied] or plain[:1]
         found[key] = tuple(kept)
     return found
@@ -172,7 +169,7 @@ def needs_conversion(model: nn.Module, forms: Forms | None = None) -> bool:
     names: dict[torch.Tensor, list[str]] = {}
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
-            names.setdefault(tensor, []).append(name)
+            names.setdefault(tensor, []).append(plain_name(name))
     known = {every[0]: Form.of(tensor) for tensor, every in names.items()} if forms is None else forms
     stored = stored_names(model, {every[0]: every for every in names.values() if every[0] in known})
     found = plan_writing(model, {name: known[key] for key, kept in stored.items() for name in kept})
@@ -268,17 +265,16 @@ def plan_reading(model: nn.Module, stored: Forms, wanted: Forms) -> NameMap:
     Args:
         model: The model, which may be cut.
         stored: The tensors in the files.
-        wanted: The tensors of the model by serial name, every alias included, with serial shapes.
+        wanted: The tensors of the model by plain name, every alias included, with serial shapes.
 
     Returns:
         The map; what is neither renamed nor converted belongs to no tensor of the model.
     """
-    plain = {name.replace(COMPILED, ""): name for name in wanted}
-    same = {name: plain[name] for name in stored if name in plain}
+    same = {name: name for name in stored if name in wanted}
     if not _is_of_transformers(model):
         return NameMap(renamed=same)
     try:
-        return _plan_reading(model, stored, {name: wanted[serial] for name, serial in plain.items()}, plain)
+        return _plan_reading(model, stored, wanted)
     except _STRANGE as err:
         return NameMap(renamed=same, note=_note(err))
 
@@ -299,7 +295,7 @@ def drop_ignored(
     return sorted(kept[0]), sorted(kept[1])
 
 
-def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms, serial: Mapping[str, str]) -> NameMap:
+def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms) -> NameMap:
     """Plan with the functions of transformers, as its own ``from_pretrained`` goes about it."""
     loading = importlib.import_module(_LOADING)
     transforms = importlib.import_module(_MAPPING).get_model_conversion_mapping(model)
@@ -321,12 +317,12 @@ def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms, serial: Mappin
     conversions = []
     for target, collected in groups.items():
         converter, stand_in = by_pattern[collected[0][0]], _SerialModel(model, imagined)
-        run = _Reading(converter, stand_in, target, tuple(collected), wanted[target].dtype, serial)
+        run = _Reading(converter, stand_in, target, tuple(collected), wanted)
         inputs = tuple(name for _, name in collected)
         found = run({name: stored[name].imagine() for name in inputs})
         targets = {name: Form.of(tensor) for name, tensor in found.items()}
         conversions.append(Conversion(sources=inputs, targets=targets, run=run))
-    renamed = {name: serial[target] for target, name in sources.items()}
+    renamed = {name: target for target, name in sources.items()}
     return NameMap(renamed=renamed, conversions=tuple(conversions))
 
 
@@ -340,27 +336,25 @@ class _Reading:
         model: The model with serial shapes.
         target: The first of its tensors.
         collected: Pattern and name of each source, in order.
-        dtype: What sources are cast to before.
-        serial: Serial names by plain ones.
+        wanted: The tensors of the model; sources are cast to the dtype of the target before.
     """
 
     converter: Any
     model: _SerialModel
     target: str
     collected: tuple[tuple[str, str], ...]
-    dtype: torch.dtype
-    serial: Mapping[str, str]
+    wanted: Forms
 
     @torch.no_grad()
     def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        converter = deepcopy(self.converter)
+        converter, dtype = deepcopy(self.converter), self.wanted[self.target].dtype
         for pattern, name in self.collected:
-            converter.add_tensor(self.target, name, pattern, tensors[name].to(self.dtype))
+            converter.add_tensor(self.target, name, pattern, tensors[name].to(dtype))
         found = converter.convert(self.target, model=self.model, config=self.model.config)
         return {
-            self.serial[name]: value[0] if isinstance(value, list) else value
+            name: value[0] if isinstance(value, list) else value
             for name, value in found.items()
-            if name in self.serial
+            if name in self.wanted
         }
 
 
@@ -383,7 +377,7 @@ def configuration_texts(model: nn.Module, dtype: torch.dtype | None = None) -> d
             try:
                 described = deepcopy(own)
                 if name == "config" and _is_of_transformers(model):
-                    described.architectures = [type(model).__name__]
+                    described.architectures = [type(_bare(model)).__name__]
                     described.dtype = str(dtype or _trained_dtype(model)).removeprefix("torch.")
                 described.save_pretrained(folder)
             except _STRANGE as err:
@@ -409,8 +403,14 @@ def _is_of_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers, which then is imported already."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
-        for cls in type(model).__mro__
+        for cls in type(_bare(model)).__mro__
     )
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return what a compiled model was made of, which it is in all but its class."""
+    bare: nn.Module = _attribute(model, "_orig_mod") or model
+    return bare
 
 
 def _tied_names(model: nn.Module) -> frozenset[str] | None:
@@ -419,7 +419,7 @@ def _tied_names(model: nn.Module) -> frozenset[str] | None:
     if not callable(expand):
         return None
     try:
-        return frozenset(expand(all_submodels=True))
+        return frozenset(map(plain_name, expand(all_submodels=True)))
     except _STRANGE:
         return None
 

@@ -29,7 +29,6 @@ from colossal_core.checkpoint.directory import (
     step_directory,
 )
 from colossal_core.checkpoint.manifest import Manifest
-from colossal_core.checkpoint.writing import write_text
 from colossal_core.errors import CheckpointError, ColossalError, UsageError
 from colossal_core.runtime.checkpointing.hub import Form, configuration_texts, needs_conversion
 from colossal_core.runtime.checkpointing.parts import ObjectPart, Part, join_parts, wait_for_parts, write_part
@@ -45,6 +44,7 @@ from colossal_core.runtime.checkpointing.shards import (
     deal,
     model_holdings,
     optimizer_holdings,
+    places_by_key,
 )
 from colossal_core.runtime.checkpointing.values import pack_values
 
@@ -199,9 +199,10 @@ class Saver:
     def _collect(self, directory: Path, mark: str, *, extra: Any) -> Part:
         """Return what this rank writes, as views of where it lives."""
         engine, mesh = self._engine, self._engine.context.mesh
+        places = places_by_key(engine)
         objects = []
         for name, model in engine.models.items():
-            collected = model_holdings(engine, name)
+            collected = model_holdings(engine, name, places=places)
             if name not in self._needs_conversion:
                 forms = {key: Form(spec.dtype, spec.shape) for key, spec in collected.specs.items()}
                 self._needs_conversion[name] = needs_conversion(model, forms)
@@ -209,7 +210,7 @@ class Saver:
             objects.append(self._part_of(name, "model", collected, {**model_details(model), "hub": hub}))
         for index in range(len(engine.optimizers)):
             details = optimizer_details(engine, index)
-            collected = optimizer_holdings(engine, index)
+            collected = optimizer_holdings(engine, index, places=places)
             objects.append(self._part_of(optimizer_name(index), "optimizer", collected, details))
         for index, (model_name, average) in enumerate(engine.averages):
             details = {"model": model_name, "decay": average.decay, "num_updates": average.num_updates}
@@ -328,11 +329,11 @@ def _make(directory: Path, probe: Path, root: Path) -> None:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        probe.write_text("{}", encoding="utf-8")  # not synced: training waits here, and nobody reads it later
     except OSError as err:
         raise CheckpointError(
             f"cannot make {directory}: {err.strerror or err}", hint="choose a directory that can be written"
         ) from err
-    write_text(probe, "{}")
     newer = [path.name for step, path in find_complete(root) if step > int(directory.name.partition("-")[2])]
     if newer:
         warnings.warn(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from colossal_core.runtime.engine import Engine
     from colossal_core.runtime.table import Entry, Key, ParameterTable, Part, Place
 
+    PlacesByKey = dict[Key, dict[str, list[Place]]]
+
 __all__ = [
     "DTYPE_NAMES",
     "WRAPPERS",
@@ -42,6 +44,7 @@ __all__ = [
     "holdings_of",
     "model_holdings",
     "optimizer_holdings",
+    "places_by_key",
     "plain_name",
     "qualified_name",
 ]
@@ -130,7 +133,14 @@ class Collected:
 # --- the books ----------------------------------------------------------------------------------------------
 
 
-def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow: bool = False) -> Collected:
+def model_holdings(
+    engine: Engine,
+    model: str,
+    *,
+    places: PlacesByKey | None = None,
+    borrowed: bool = False,
+    narrow: bool = False,
+) -> Collected:
     """Return what this rank holds of the parameters and persistent buffers of a model, in serial order.
 
     Parameters that are updated in a wider dtype appear in that dtype: their masters are what is known of
@@ -139,11 +149,12 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow
     Args:
         engine: The built pieces.
         model: Name of the model.
+        places: From :func:`places_by_key`, for callers that read several objects.
         borrowed: Also return tensors that another model owns and this one shares, under its own names.
         narrow: Also return the values beside masters, for whoever writes into both.
     """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
-    places = _places_by_key(engine)
+    places = places_by_key(engine) if places is None else places
     hidden = _non_persistent(engine.models[model])
     found = Collected()
     for entry in table:
@@ -162,27 +173,28 @@ def model_holdings(engine: Engine, model: str, *, borrowed: bool = False, narrow
     return found
 
 
-def optimizer_holdings(engine: Engine, index: int) -> Collected:
+def optimizer_holdings(engine: Engine, index: int, *, places: PlacesByKey | None = None) -> Collected:
     """Return what this rank holds of the states of an optimizer that are shaped like their parameter.
 
     Args:
         engine: The built pieces.
         index: Position of the optimizer in the ``boost`` call.
+        places: As for :func:`model_holdings`.
     """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
     groups = engine.optimizers[index].param_groups
     mine = {parameter for group in groups for parameter in group["params"]}
     found = Collected()
-    for key, source in _places_by_key(engine).items():
+    for key, source in (places_by_key(engine) if places is None else places).items():
         entry = table[key]
         if table.tensor(entry) not in mine:
             continue
-        for state, places in source.items():
+        for state, kept in source.items():
             if state in {"value", "master", "gradient"}:
                 continue
             name = f"{qualified_name(engine, entry.key)}.{state}"
-            spec = Spec(dtype=places[0].tensor.dtype, shape=entry.shape)
-            found.add(name, spec, holdings_of(name, places, table, layout, rank))
+            spec = Spec(dtype=kept[0].tensor.dtype, shape=entry.shape)
+            found.add(name, spec, holdings_of(name, kept, table, layout, rank))
     return found
 
 
@@ -209,7 +221,7 @@ def plain_name(name: str) -> str:
     return ".".join(level for level in name.split(".") if level not in WRAPPERS)
 
 
-def _places_by_key(engine: Engine) -> dict[Key, dict[str, list[Place]]]:
+def places_by_key(engine: Engine) -> PlacesByKey:
     """Sort the places of this rank by parameter, in the order of the table, and state."""
     found: dict[Key, dict[str, list[Place]]] = {entry.key: {} for entry in engine.context.table}
     for place in engine.manager.places():
