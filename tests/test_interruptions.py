@@ -51,10 +51,10 @@ class Command:
         return [pid for pid in find_processes(str(self.result)) if pid != self.process.pid]
 
     def wait_for_training(self, *, seconds: float = 20.0) -> None:
-        """Return once the run has taken a step since its start."""
+        """Return once the run has saved since its start, or has ended well."""
         started = time.monotonic()
         before = find_complete(self.folder / "run")[:1]
-        while find_complete(self.folder / "run")[:1] == before:
+        while find_complete(self.folder / "run")[:1] == before and self.process.poll() != 0:
             assert self.process.poll() is None, self.output.read_text(encoding="utf-8")
             assert time.monotonic() - started < seconds, self.output.read_text(encoding="utf-8")
             time.sleep(0.02)
@@ -179,7 +179,7 @@ def test_200_random_kills_lose_nothing(tmp_path: Path, uninterrupted: Callable[[
         folder.mkdir()
         while done < kills:
             command = Command(folder, steps)
-            if wait_for_any_moment(command, source.uniform(1.5, 6.0)):
+            if wait_for_any_moment(command, source):
                 break
             victim = source.choice(["rank", "rank", "all", "launcher"])
             kill(command, victim, source)
@@ -193,10 +193,13 @@ def test_200_random_kills_lose_nothing(tmp_path: Path, uninterrupted: Callable[[
     print(f"{done} kills, {finished + 1} runs finished exactly")  # noqa: T201 - a figure to report
 
 
-def wait_for_any_moment(command: Command, seconds: float) -> bool:
-    """Wait; return whether the run has ended by itself meanwhile."""
+def wait_for_any_moment(command: Command, source: random.Random) -> bool:
+    """Wait for some moment, mostly while it trains and saves; return whether the run has ended before."""
     try:
-        return command.process.wait(seconds) == 0
+        if source.random() < 0.2:  # anywhere, also while it starts or loads
+            return command.process.wait(source.uniform(0.5, 5.0)) == 0
+        command.wait_for_training(seconds=60)
+        return command.process.wait(source.uniform(0.0, 0.8)) == 0
     except subprocess.TimeoutExpired:
         return False
 
