@@ -14,9 +14,11 @@ from torch import nn
 from colossal_core.boxes import Box
 from colossal_core.checkpoint.safetensors_format import Stored
 from colossal_core.errors import CheckpointError, ColossalError, UsageError
+from colossal_core.runtime.averages import Average
 from colossal_core.runtime.booster import Booster
 from colossal_core.runtime.checkpointing import exporting
 from colossal_core.runtime.checkpointing.exporting import export_model
+from colossal_core.runtime.checkpointing.importing import import_model
 from colossal_core.runtime.checkpointing.rows import write_box
 from colossal_testkit.engine import engine_of
 from colossal_testkit.memory import LiveBytes
@@ -24,7 +26,7 @@ from colossal_testkit.parity import boost_workload
 from colossal_testkit.ranks import run_ranks, run_ranks_expecting_errors
 
 from .strategy_cases import CASES, Case, build, make_registry
-from .weight_files import read_weights, same_bits, unique_state
+from .weight_files import read_weights, same_bits, unique_state, write_weights
 
 LAYOUTS = ("qkv-4-shared-kv", "stages-2-x-vocabulary-2", "experts-2-x-expert-data-2", "features-3", "cube")
 
@@ -87,6 +89,33 @@ def train_and_export(folder: Path, precision: str) -> dict[str, torch.Tensor]:
     return masters or {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+def train_and_export_average(folder: Path) -> dict[str, torch.Tensor]:
+    """Train one step, and export the average; return what it is on this rank."""
+    booster, model, optimizer = boost_odd(precision="bf16")
+    average = booster.average(model, decay=0.25)
+    model(torch.ones(4, 5) * torch.arange(4).view(4, 1)).square().mean().backward()
+    optimizer.step()
+    export_model(engine_of(booster), model, folder, average=average)
+    return {place.key[1]: place.tensor.clone() for place in average.places()}
+
+
+def export_two(folder: Path) -> None:
+    """Export two models that share a matrix, import into one, and export the other again."""
+    first, second = Odd(1), Odd(2)
+    second.inner.weight = first.inner.weight
+    optimizer = torch.optim.SGD({*first.parameters(), *second.parameters()}, lr=0.5)
+    booster = Booster()
+    booster.boost(first, second, optimizer)
+    engine = engine_of(booster)
+    export_model(engine, first, folder / "first")
+    export_model(engine, second, folder / "second")
+    loss = first(torch.ones(2, 5, requires_grad=True)).sum()
+    import_model(engine, second, write_weights(folder / "odd" / "model.safetensors", Odd(3).state_dict()))
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+    export_model(engine, first, folder / "first again")
+
+
 def export_somewhere(folders: list[Path]) -> None:
     """Export into a directory that each rank is given."""
     booster, model, _ = boost_odd()
@@ -144,6 +173,30 @@ def test_export_is_in_the_dtype_of_the_masters(precision: str, tmp_path: Path) -
     assert found["mask"].tolist() == narrow["mask"].tolist() == [True, False, True]
     assert found["norm.num_batches_tracked"].dtype == torch.int64
     assert found["nothing"].shape == (0, 4)
+
+
+def test_averages_are_exported_in_place_of_the_weights(tmp_path: Path) -> None:
+    """Every process writes its part of the average; what is not averaged is the model's."""
+    averages = run_ranks(train_and_export_average, 2, tmp_path)[0]
+
+    found = read_weights(tmp_path)
+    assert found.keys() == Odd().state_dict().keys()
+    assert all(same_bits(found[name].view(-1), value.view(-1)) for name, value in averages.items())
+    assert averages.keys() == dict(Odd().named_parameters()).keys()
+    assert found["norm.num_batches_tracked"] == 1
+
+
+def test_models_that_share_a_tensor_are_whole(tmp_path: Path) -> None:
+    """Each is exported with it, under its own names, and it is imported through either."""
+    export_two(tmp_path)
+
+    first, second, again = (read_weights(tmp_path / name) for name in ("first", "second", "first again"))
+    imported = Odd(3)
+    assert first.keys() == second.keys()
+    assert same_bits(first["inner.weight"], second["inner.weight"])
+    assert not torch.equal(first["inner.bias"], second["inner.bias"])
+    assert same_bits(again["inner.weight"], imported.inner.weight.detach())
+    assert same_bits(again["inner.bias"], first["inner.bias"])
 
 
 def test_export_alone_needs_no_launch(tmp_path: Path) -> None:
@@ -239,6 +292,9 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         export_model(engine, nn.Linear(1, 1), tmp_path / "export")
     with pytest.raises(UsageError, match="'int8'"):
         export_model(engine, model, tmp_path / "export", dtype="int8")
+    other = Average([], 0.5)
+    with pytest.raises(UsageError, match="not one of model"):
+        export_model(engine, model, tmp_path / "export", average=other)
     with pytest.raises(ColossalError, match="max_bytes"):
         export_model(engine, model, tmp_path / "export", max_file_bytes=0)
     assert not (tmp_path / "export").exists()

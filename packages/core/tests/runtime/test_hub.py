@@ -50,25 +50,14 @@ def make_foreign() -> nn.Module:
     return model
 
 
-def test_names_are_plain_and_unique() -> None:
-    """Tied weights are stored under the first of their names, without traces of compilation."""
-    names = {"a.weight": ("a.weight", "b.weight"), "c._orig_mod.bias": ("c._orig_mod.bias",)}
-
-    assert stored_names(nn.Linear(2, 2), names) == {
-        "a.weight": ("a.weight",),
-        "c._orig_mod.bias": ("c.bias",),
-    }
-
-
 def test_plain_models_are_stored_as_they_are() -> None:
-    """Without transformers nothing is renamed; names in files find those of compiled modules."""
-    model = nn.Linear(2, 2)
-    form = Form(torch.float32, (2,))
+    """Without transformers nothing is renamed; tied weights are stored under the first of their names."""
+    model, form = nn.Linear(2, 2), Form(torch.float32, (2,))
 
     assert not needs_conversion(model)
+    assert stored_names(model, {"a": ("a", "b"), "c": ("c",)}) == {"a": ("a",), "c": ("c",)}
     assert plan_writing(model, {"bias": form}).renamed == {"bias": "bias"}
-    found = plan_reading(model, {"c.bias": form, "d": form}, {"c._orig_mod.bias": form})
-    assert found.renamed == {"c.bias": "c._orig_mod.bias"}
+    assert plan_reading(model, {"a": form, "d": form}, {"a": form, "b": form}).renamed == {"a": "a"}
     assert drop_ignored(model, ["b", "a"], {"c"}) == (["a", "b"], ["c"])
 
 

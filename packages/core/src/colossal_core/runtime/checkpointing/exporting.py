@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from colossal_core.boxes import Box
 from colossal_core.checkpoint.export_directory import (
@@ -44,13 +44,21 @@ from colossal_core.runtime.checkpointing.hub import (
     stored_names,
 )
 from colossal_core.runtime.checkpointing.rows import write_box
-from colossal_core.runtime.checkpointing.shards import Holding, deal, dtype_name, model_holdings
+from colossal_core.runtime.checkpointing.shards import (
+    Collected,
+    Holding,
+    average_holdings,
+    deal,
+    dtype_name,
+    model_holdings,
+)
 from colossal_core.runtime.launch import rendezvous_store
 from colossal_core.runtime.precision import DTYPES
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from colossal_core.runtime.averages import Average
     from colossal_core.runtime.engine import Engine
 
 __all__ = ["export_model", "long_agreement", "name_of_model"]
@@ -91,6 +99,7 @@ def export_model(
     *,
     dtype: str | torch.dtype | None = None,
     max_file_bytes: int = MAX_SHARD_BYTES,
+    average: Average | None = None,
 ) -> Path:
     """Write a model as plain safetensors files; collective over all ranks, complete when it returns.
 
@@ -104,19 +113,29 @@ def export_model(
         directory: Where to; one directory that all ranks see. Missing, empty, or an earlier export.
         dtype: Dtype of floating tensors, ``"bf16"`` for example; that of the masters when None.
         max_file_bytes: Bytes of tensors in one file; what is larger is divided, with an index.
+        average: A running average of the model, whose values are written in place of the model's; what it
+            does not average, such as buffers, is the model's.
 
     Returns:
         The directory.
 
     Raises:
-        UsageError: The model was not boosted here, or the dtype is none to store weights in.
+        UsageError: The model was not boosted here, the average is of another one, or the dtype is none to
+            store weights in.
         CheckpointError: The directory holds foreign files or is not shared, or the disk refuses.
         RankMismatchError: Another rank failed, or was asked for something else.
     """
     path = Path(directory)
     is_first = engine.context.mesh.rank == 0
     plan = engine.agreement.attempt(
-        "export", lambda: _plan(engine, model, dtype=dtype, max_file_bytes=max_file_bytes)
+        "export",
+        lambda: _plan(
+            engine,
+            model,
+            _collect(engine, name_of_model(engine, model), average),
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+        ),
     )
     engine.agreement.compare("the export", _lines(plan), explain_disagreement)
     if plan.note and is_first:
@@ -162,9 +181,38 @@ def name_of_model(engine: Engine, model: nn.Module) -> str:
 # --- planning -----------------------------------------------------------------------------------------------
 
 
-def _plan(engine: Engine, model: nn.Module, *, dtype: str | torch.dtype | None, max_file_bytes: int) -> _Plan:
+def _collect(engine: Engine, name: str, average: Average | None) -> Collected:
+    """Return what this rank holds of a model, or of its average.
+
+    Raises:
+        UsageError: The average is of another model.
+    """
+    collected = model_holdings(engine, name, borrowed=True)
+    if average is None:
+        return collected
+    if not any(owner == name and other is average for owner, other in engine.averages):
+        raise UsageError(
+            f"the average is not one of model {name!r}",
+            hint="pass what booster.average(model, decay) returned",
+        )
+    averaged = average_holdings(engine, list(average.places()))
+    specs = {
+        key: evolve(spec, dtype=averaged.specs[key].dtype) if key in averaged.specs else spec
+        for key, spec in collected.specs.items()
+    }
+    others = [held for held in collected.holdings if held.name not in averaged.specs]
+    return Collected(specs=specs, holdings=[*others, *averaged.holdings])
+
+
+def _plan(
+    engine: Engine,
+    model: nn.Module,
+    collected: Collected,
+    *,
+    dtype: str | torch.dtype | None,
+    max_file_bytes: int,
+) -> _Plan:
     """Decide what is written where; the same on all ranks, without communication."""
-    collected = model_holdings(engine, name_of_model(engine, model), borrowed=True)
     wanted = _read_dtype(dtype)
     kept = {
         name: Form(wanted if wanted is not None and spec.dtype.is_floating_point else spec.dtype, spec.shape)

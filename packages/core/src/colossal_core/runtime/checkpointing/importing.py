@@ -393,7 +393,11 @@ class _Reading:
         # A backward through a graph from before would use the new weights: torch shall refuse it.
         table = self._engine.context.table
         torch.autograd.graph.increment_version(
-            [parameter for entry, parameter in table.parameters() if entry.model == self._model]
+            [
+                parameter
+                for entry, parameter in table.parameters()
+                if any(owner == self._model for owner, _ in (entry.key, *entry.aliases))
+            ]
         )
 
     def _fill(self, key: str, names: Sequence[str], holdings: Sequence[Holding]) -> None:
