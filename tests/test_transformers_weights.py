@@ -22,11 +22,8 @@ from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins import AxisSpec, Registry, StrategySpec
 from colossal_core.runtime.booster import Booster
 from colossal_core.runtime.checkpointing import exporting, hub
-from colossal_core.runtime.checkpointing.exporting import export_model
-from colossal_core.runtime.checkpointing.importing import import_model
 from colossal_core.runtime.context import Context
 from colossal_core.runtime.table import Part
-from colossal_testkit.engine import engine_of
 from colossal_testkit.ranks import run_ranks, run_ranks_expecting_errors
 from colossal_testkit.registry import isolated_registry, target_of
 
@@ -160,7 +157,7 @@ def export_all(folder: Path) -> None:
     """Export a model of each kind."""
     for kind in KINDS:
         model = make(kind, seed=1)
-        export_model(engine_of(boost(model)), model, folder / kind)
+        boost(model).export(model, folder / kind)
 
 
 def import_all(folder: Path) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
@@ -168,7 +165,7 @@ def import_all(folder: Path) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
     found = {}
     for kind in KINDS:
         model = make(kind, seed=2)
-        report = import_model(engine_of(boost(model)), model, folder / kind)
+        report = boost(model).import_weights(model, folder / kind)
         found[kind] = (logits_of(kind, model), report.problems)
     return found
 
@@ -177,8 +174,8 @@ def pass_on_cut(source: Path, target: Path) -> None:
     """Import into a model that is cut, and export that."""
     model = make("mixtral", seed=2)
     booster = boost(model, registry=make_registry(), plan={"pieces": {"halves": {}}})
-    import_model(engine_of(booster), model, source)
-    export_model(engine_of(booster), model, target, max_file_bytes=2000)
+    booster.import_weights(model, source)
+    booster.export(model, target, max_file_bytes=2000)
 
 
 def export_on_a_full_disk(folder: Path) -> None:
@@ -191,7 +188,7 @@ def export_on_a_full_disk(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 0:
             patch.setattr(exporting, "write_box", refuse)
-        export_model(engine_of(boost(model)), model, folder)
+        boost(model).export(model, folder)
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +277,7 @@ def test_configuration_says_the_dtype_of_the_files(dtype: str | None, name: str,
     model = make("mixtral", seed=1)
     model.config.dtype = "bfloat16"
 
-    export_model(engine_of(boost(model, precision="bf16")), model, tmp_path, dtype=dtype)
+    boost(model, precision="bf16").export(model, tmp_path, dtype=dtype)
 
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
     again = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
@@ -297,9 +294,9 @@ def test_weights_of_the_base_model_are_taken(tmp_path: Path) -> None:
     base.bert.save_pretrained(tmp_path)
 
     with pytest.raises(CheckpointError, match=r"cls\.predictions"):
-        import_model(engine_of(boost(model)), model, tmp_path)
+        boost(model).import_weights(model, tmp_path)
     model = make("bert", seed=2)
-    report = import_model(engine_of(boost(model)), model, tmp_path, strict=False)
+    report = boost(model).import_weights(model, tmp_path, strict=False)
 
     assert all(name.startswith("cls.predictions") for name in report.missing)
     assert not report.unexpected
@@ -322,7 +319,7 @@ def test_old_names_and_superfluous_masks_are_understood(tmp_path: Path) -> None:
 
     for kind, same in (("bert", bert), ("gpt2", gpt2)):
         model = make(kind, seed=2)
-        assert not import_model(engine_of(boost(model)), model, tmp_path / kind).problems
+        assert not boost(model).import_weights(model, tmp_path / kind).problems
         assert torch.equal(logits_of(kind, model), logits_of(kind, same))
 
 
@@ -332,7 +329,7 @@ def test_divided_files_are_read(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*.safetensors")]) > 3
     model = make("mixtral", seed=2)
 
-    import_model(engine_of(boost(model)), model, tmp_path)
+    boost(model).import_weights(model, tmp_path)
 
     assert torch.equal(logits_of("mixtral", model), logits_of("mixtral", make("mixtral", seed=1)))
 
@@ -342,7 +339,7 @@ def test_weights_tied_by_hand_are_stored_twice(tmp_path: Path) -> None:
     model = make("llama", seed=1)
     model.lm_head.weight = model.model.embed_tokens.weight
 
-    export_model(engine_of(boost(model)), model, tmp_path)
+    boost(model).export(model, tmp_path)
 
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits_of("llama", again), logits_of("llama", model))
@@ -357,10 +354,10 @@ def test_compiled_models_have_plain_names(what: str, tmp_path: Path) -> None:
     else:
         model = torch.compile(model, backend="eager")
 
-    engine = engine_of(boost(model))
-    export_model(engine, model, tmp_path)
+    booster = boost(model)
+    booster.export(model, tmp_path)
 
-    assert not import_model(engine, model, tmp_path).problems
+    assert not booster.import_weights(model, tmp_path).problems
     again = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits_of("mixtral", again), logits_of("mixtral", make("mixtral", seed=1)))
 
@@ -371,7 +368,7 @@ def test_another_version_of_transformers_keeps_serial_names(
 ) -> None:
     """Where its map has another form, that is said, files have the names of the model, and are read back."""
     model = make("mixtral", seed=1)
-    engine = engine_of(boost(model))
+    booster = boost(model)
     import_module: Callable[[str], Any] = importlib.import_module
 
     def without_functions(name: str) -> Any:
@@ -379,14 +376,14 @@ def test_another_version_of_transformers_keeps_serial_names(
 
     monkeypatch.setattr(importlib, "import_module", without_functions)
     with pytest.raises(CheckpointError) as caught:
-        import_model(engine, model, saved / "mixtral")
+        booster.import_weights(model, saved / "mixtral")
     assert "experts.gate_up_proj" in str(caught.value)
     assert "another map of names" in caught.value.hint
     if module == "core_model_loading":
         with pytest.warns(UserWarning, match="another map of names"):
-            export_model(engine, model, tmp_path)
+            booster.export(model, tmp_path)
         assert contents_of(tmp_path).keys() == model.state_dict().keys()
-        assert not import_model(engine, model, tmp_path).problems
+        assert not booster.import_weights(model, tmp_path).problems
 
 
 def test_only_some_models_need_a_conversion() -> None:
