@@ -65,7 +65,7 @@ class _Unreduced(torch.Tensor):
     def like(other: torch.Tensor, note: _Note) -> _Unreduced:
         """Return a guard in the form of another tensor."""
         made: _Unreduced = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as above
-            _Unreduced, other.shape, dtype=other.dtype, device=other.device
+            _Unreduced, other.shape, dtype=other.dtype, device=other.device, storage_size=0
         )
         made.note = note
         return made
