@@ -16,7 +16,7 @@ import atexit
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final, overload
 
@@ -339,9 +339,13 @@ class Booster(StateCalls):
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-        """Show every parameter of a model whole, by serial name; edits and assigned tensors are kept."""
+        """Show every parameter of a model whole, by serial name, on every rank; collective.
+
+        Edits and assigned tensors are kept; they have to be the same on all ranks.
+        """
+        engine = self._built("full_parameters")
         self._check_model(model)
-        with self._built("full_parameters").manager.full_parameters(model) as found, edited(found) as shown:
+        with engine.full_parameters(model) as found, edited(found) as shown:
             yield shown
 
     @contextmanager
@@ -360,17 +364,8 @@ class Booster(StateCalls):
         """
         engine = self._built("full_gradients")
         self._check_model(model)
-        names: dict[torch.Tensor, str] = {tensor: name for name, tensor in model.named_parameters()}
-        with ExitStack() as stack:
-            shown: dict[str, torch.Tensor] = {}
-            for index, optimizer in enumerate(engine.optimizers):
-                if not any(p in names for group in optimizer.param_groups for p in group["params"]):
-                    continue
-                optimizer.check_window("full_gradients")
-                found = stack.enter_context(engine.manager.full_gradients(index))
-                shown.update({names[p]: gradient for p, gradient in found.items() if p in names})
-            with edited({name: shown[name] for name in names.values() if name in shown}) as in_order:
-                yield in_order
+        with engine.full_gradients(model) as found, edited(found) as shown:
+            yield shown
 
     def average(self, model: nn.Module, decay: float) -> Average:
         """Return a running average of a model's parameters that follows every real step from now on.

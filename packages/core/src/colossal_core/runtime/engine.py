@@ -7,18 +7,19 @@ is what the boosted objects talk to, so those never reach up into the Booster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, final
 
+import torch
 from attrs import define
 
 from colossal_core.errors import NonFiniteError
 from colossal_core.runtime.averages import Average
 from colossal_core.runtime.checkpointing.saving import Saver
 from colossal_core.runtime.shares import ShareBook
+from colossal_core.runtime.whole import is_everywhere, whole_tensors
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.hooks import RemovableHandle
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.loading import BoostedLoader
     from colossal_core.runtime.optimizer import BoostedOptimizer
+    from colossal_core.runtime.table import Key
 
 __all__ = ["Engine", "Progress"]
 
@@ -155,6 +157,62 @@ class Engine:
         """
         if self.stopping is not None and loader in {None, self.shares.training}:
             self.stopping.begin_iteration()
+
+    @contextmanager
+    def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Show the parameters of a model in serial shapes, by serial name, in the order of the model."""
+        table, names = self.context.table, self._parameter_names(model)
+        dtypes = {key: table.tensor(table[key]).dtype for key in names}
+        with self.manager.full_parameters(model) as found:
+            local = {key: found[name] for key, name in names.items() if name in found}
+            with whole_tensors(local, dtypes, self.context) as shown:
+                yield {names[key]: tensor for key, tensor in shown.items()}
+
+    @contextmanager
+    def full_gradients(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Show the reduced gradients of a model in serial shapes, by serial name, in the order of the model.
+
+        Raises:
+            UsageError: An accumulation window is open.
+        """
+        table, names = self.context.table, self._parameter_names(model)
+        local: dict[Key, torch.Tensor] = {}
+        with ExitStack() as stack:
+            for index, optimizer in enumerate(self.optimizers):
+                mine = {p for group in optimizer.param_groups for p in group["params"]}
+                if not any(table.tensor(table[key]) in mine for key in names):
+                    continue
+                optimizer.check_window("full_gradients")
+                found = stack.enter_context(self.manager.full_gradients(index))
+                by_key = {key: found.get(table.tensor(table[key])) for key in names}
+                local.update({key: gradient for key, gradient in by_key.items() if gradient is not None})
+            dtypes = self._agree_on_gradients(list(names), local)
+            with whole_tensors(local, dtypes, self.context) as shown:
+                yield {names[key]: tensor for key, tensor in shown.items()}
+
+    def _parameter_names(self, model: nn.Module) -> dict[Key, str]:
+        """Return the serial names of a model's parameters by their keys in the table, in serial order."""
+        name = next(name for name, other in self.models.items() if other is model)
+        found: dict[Key, str] = {}
+        for entry in self.context.table:
+            mine = [path for owner, path in (entry.key, *entry.aliases) if owner == name]
+            if mine and entry.kind == "parameter":
+                found[entry.key] = mine[0]
+        return found
+
+    def _agree_on_gradients(
+        self, keys: Sequence[Key], local: Mapping[Key, torch.Tensor]
+    ) -> dict[Key, torch.dtype]:
+        """Return the dtypes of the gradients that exist on some rank."""
+        table, mesh = self.context.table, self.context.mesh
+        exists = torch.tensor([float(key in local) for key in keys], device=mesh.device)
+        if any(not is_everywhere(table[key], mesh.layout, mesh.rank) for key in keys):
+            self.context.collectives.all_reduce(exists, mesh.everyone(), phase="whole", op="max").wait()
+        return {
+            key: torch.promote_types(table.tensor(table[key]).dtype, torch.float32)
+            for key, flag in zip(keys, exists.tolist(), strict=True)
+            if flag
+        }
 
     def close(self) -> None:
         """Wait for a save that is written beside training, and leave signals to others; collective."""
