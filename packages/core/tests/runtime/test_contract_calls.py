@@ -187,7 +187,7 @@ def test_full_gradients_maps_names_to_averages_and_keeps_edits(precision: str, *
 def assign_what_does_not_fit() -> None:
     """Assign another shape, and a name that there is not."""
     twins = make_twins()
-    for name, value in (("2.bias", torch.zeros(4)), ("2.bais", torch.zeros(3))):
+    for name, value in (("2.bias", torch.zeros(4)), ("3.bias", torch.zeros(3))):
         with (
             pytest.raises(UsageError, match=f"'{name}' was assigned a tensor of shape"),
             twins.booster.full_parameters(twins.model) as found,
