@@ -19,12 +19,20 @@ from types import SimpleNamespace
 from typing import Any, final
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_core.errors import CapabilityError
+from colossal_core.runtime.checkpointing.conversions import (
+    STRANGE,
+    Conversion,
+    Form,
+    Forms,
+    NameMap,
+    Origins,
+    SerialModel,
+    Tensors,
+    connect,
+)
 from colossal_core.runtime.checkpointing.shards import plain_name
 
 __all__ = [
@@ -39,86 +47,23 @@ __all__ = [
     "stored_names",
 ]
 
-_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
-
-_STRANGE = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
+MOVES = frozenset(
+    {
+        "Chunk",
+        "Concatenate",
+        "Conv3dToLinear",
+        "Interleave",
+        "LinearToConv3d",
+        "MergeModulelist",
+        "PermuteForRope",
+        "Split",
+        "SplitModulelist",
+        "Transpose",
+    }
 )
-"""What calls into a version of transformers with other functions raise."""
+"""Steps of conversions in transformers that put elements elsewhere and compute none."""
 
-
-@frozen
-class Form:
-    """Dtype and shape of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        """Return the form of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape))
-
-    def imagine(self) -> torch.Tensor:
-        """Return a tensor of this form without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
-Tensors = Mapping[str, torch.Tensor]
-Forms = Mapping[str, Form]
-
-
-@frozen(kw_only=True, eq=False)
-class Conversion:
-    """Some tensors that are computed from some others, all at once.
-
-    Attributes:
-        sources: Names of what goes in.
-        targets: What comes out, by name.
-        run: Converts tensors by name, and raises what it likes.
-    """
-
-    sources: tuple[str, ...]
-    targets: Forms
-    run: Callable[[Tensors], dict[str, torch.Tensor]] = field(repr=False)
-
-    def convert(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Convert tensors by name; results may be views of what went in.
-
-        Raises:
-            CapabilityError: The conversion fails, though it went well without elements.
-        """
-        try:
-            return self.run(tensors)
-        except _STRANGE as err:
-            raise CapabilityError(
-                f"{self.sources[0]!r} cannot be converted between model and files: {err}",
-                hint="report it with the class of the model and the version of transformers",
-            ) from err
-
-
-@frozen(kw_only=True)
-class NameMap:
-    """What becomes what, in one direction.
-
-    Attributes:
-        renamed: Target by source, of tensors that are the same in both forms.
-        conversions: The others.
-        note: Why the map of transformers could not be used; empty when it was, or when there is none.
-    """
-
-    renamed: Mapping[str, str]
-    conversions: tuple[Conversion, ...] = ()
-    note: str = ""
-
+_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
 
 # --- writing ------------------------------------------------------------------------------------------------
 
@@ -155,7 +100,7 @@ def plan_writing(model: nn.Module, forms: Forms) -> NameMap:
         return NameMap(renamed=same)
     try:
         return _plan_writing(model, forms)
-    except _STRANGE as err:
+    except STRANGE as err:
         return NameMap(renamed=same, note=_note(err))
 
 
@@ -181,13 +126,13 @@ def _plan_writing(model: nn.Module, forms: Forms) -> NameMap:
     """Plan with the functions of transformers."""
     revert = importlib.import_module(_LOADING).revert_weight_conversion
     imagined = {name: form.imagine() for name, form in forms.items()}
-    stand_in = _SerialModel(model, imagined)
-    with torch.no_grad(), _Origins(imagined) as origins:
+    stand_in = SerialModel(model, imagined)
+    with torch.no_grad(), Origins(imagined) as origins:
         found: dict[str, torch.Tensor] = revert(stand_in, dict(imagined))
     sources = {name: origins.of(tensor) for name, tensor in found.items()}
     changed = (name for name in found if not _is_same(found[name], sources[name], imagined))
     converted = frozenset().union(*(sources[name] for name in changed))
-    groups = _connect({name: inputs for name, inputs in sources.items() if inputs & converted})
+    groups = connect({name: inputs for name, inputs in sources.items() if inputs & converted})
     renamed = {min(inputs): name for name, inputs in sources.items() if not inputs & converted}
     lost = imagined.keys() - renamed.keys() - converted
     if lost:
@@ -210,21 +155,6 @@ def _is_same(tensor: torch.Tensor, inputs: frozenset[str], imagined: Tensors) ->
     return imagined[min(inputs)] is tensor
 
 
-def _connect(results: Mapping[str, frozenset[str]]) -> list[tuple[set[str], set[str]]]:
-    """Return the smallest groups ``(inputs, outputs)`` such that no input is needed by two groups."""
-    groups: list[tuple[set[str], set[str]]] = []
-    owner: dict[str, tuple[set[str], set[str]]] = {}
-    for output, inputs in results.items():
-        group: tuple[set[str], set[str]] = (set(inputs), {output})
-        for old in {id(owner[name]): owner[name] for name in inputs if name in owner}.values():
-            group[0].update(old[0])
-            group[1].update(old[1])
-            groups.remove(old)
-        groups.append(group)
-        owner.update(dict.fromkeys(group[0], group))
-    return groups
-
-
 @final
 @frozen(eq=False)
 class _Writing:
@@ -238,7 +168,7 @@ class _Writing:
     """
 
     revert: Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-    model: _SerialModel
+    model: SerialModel
     targets: Forms
     rest: Tensors
 
@@ -251,7 +181,7 @@ class _Writing:
         """Whether the sources alone give the targets."""
         try:
             found = self({name: imagined[name] for name in sources})
-        except _STRANGE:
+        except STRANGE:
             return False
         return all(Form.of(found[name]) == form for name, form in self.targets.items())
 
@@ -275,7 +205,7 @@ def plan_reading(model: nn.Module, stored: Forms, wanted: Forms) -> NameMap:
         return NameMap(renamed=same)
     try:
         return _plan_reading(model, stored, wanted)
-    except _STRANGE as err:
+    except STRANGE as err:
         return NameMap(renamed=same, note=_note(err))
 
 
@@ -290,7 +220,7 @@ def drop_ignored(
         try:
             adjust(names)
             kept = (set(names.missing_keys), set(names.unexpected_keys))
-        except _STRANGE:
+        except STRANGE:
             pass  # another version: nothing is left out
     return sorted(kept[0]), sorted(kept[1])
 
@@ -316,12 +246,20 @@ def _plan_reading(model: nn.Module, stored: Forms, wanted: Forms) -> NameMap:
             sources.setdefault(target, name)
     conversions = []
     for target, collected in groups.items():
-        converter, stand_in = by_pattern[collected[0][0]], _SerialModel(model, imagined)
+        converter, stand_in = by_pattern[collected[0][0]], SerialModel(model, imagined)
         run = _Reading(converter, stand_in, target, tuple(collected), wanted)
         inputs = tuple(name for _, name in collected)
         found = run({name: stored[name].imagine() for name in inputs})
         targets = {name: Form.of(tensor) for name, tensor in found.items()}
-        conversions.append(Conversion(sources=inputs, targets=targets, run=run))
+        conversions.append(
+            Conversion(
+                sources=inputs,
+                targets=targets,
+                run=run,
+                dtype=wanted[target].dtype,
+                is_move=all(type(step).__name__ in MOVES for step in converter.operations),
+            )
+        )
     renamed = {name: target for target, name in sources.items()}
     return NameMap(renamed=renamed, conversions=tuple(conversions))
 
@@ -336,20 +274,20 @@ class _Reading:
         model: The model with serial shapes.
         target: The first of its tensors.
         collected: Pattern and name of each source, in order.
-        wanted: The tensors of the model; sources are cast to the dtype of the target before.
+        wanted: The tensors of the model.
     """
 
     converter: Any
-    model: _SerialModel
+    model: SerialModel
     target: str
     collected: tuple[tuple[str, str], ...]
     wanted: Forms
 
     @torch.no_grad()
     def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        converter, dtype = deepcopy(self.converter), self.wanted[self.target].dtype
+        converter = deepcopy(self.converter)
         for pattern, name in self.collected:
-            converter.add_tensor(self.target, name, pattern, tensors[name].to(dtype))
+            converter.add_tensor(self.target, name, pattern, tensors[name])
         found = converter.convert(self.target, model=self.model, config=self.model.config)
         return {
             name: value[0] if isinstance(value, list) else value
@@ -380,7 +318,7 @@ def configuration_texts(model: nn.Module, dtype: torch.dtype | None = None) -> d
                     described.architectures = [type(_bare(model)).__name__]
                     described.dtype = str(dtype or _trained_dtype(model)).removeprefix("torch.")
                 described.save_pretrained(folder)
-            except _STRANGE as err:
+            except STRANGE as err:
                 warnings.warn(f"the model's {name} is not written: {err}", stacklevel=2)
         for path in sorted(Path(folder).glob("*.json")):
             texts[path.name] = path.read_text(encoding="utf-8")
@@ -420,7 +358,7 @@ def _tied_names(model: nn.Module) -> frozenset[str] | None:
         return None
     try:
         return frozenset(map(plain_name, expand(all_submodels=True)))
-    except _STRANGE:
+    except STRANGE:
         return None
 
 
@@ -435,60 +373,3 @@ def _note(err: BaseException) -> str:
         f"this version of transformers has another map of names than expected ({type(err).__name__}: {err}), "
         "so names in files are taken to be those of the model"
     )
-
-
-@final
-class _SerialModel:
-    """Stands for a model where a conversion asks for shapes: those of the serial model, not of its cuts."""
-
-    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
-        self._model, self._tensors = model, tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter without memory.
-
-        Raises:
-            AttributeError: There is none of this name.
-        """
-        if name not in self._tensors:
-            raise AttributeError(f"the model has no parameter {name!r}")
-        return self._tensors[name]
-
-    get_buffer = get_parameter
-    get_parameter_or_buffer = get_parameter
-
-
-@final
-class _Origins(TorchDispatchMode):
-    """Follows which named tensors go into which results, by the memory that they share."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        start: Any = super().__init__  # not annotated in torch
-        start()
-        self._alive: list[torch.Tensor] = list(tensors.values())
-        self._found = {_memory(tensor): frozenset([name]) for name, tensor in tensors.items()}
-
-    def of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Return the names of what went into a tensor."""
-        return self._found.get(_memory(tensor), frozenset())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs, results))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        origins = frozenset().union(*map(self.of, tensors))
-        for leaf in pytree.tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
-                self._alive.append(leaf)
-                self._found[_memory(leaf)] = origins
-        return results
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of a tensor, which may be none, from that of others."""
-    return int(tensor.untyped_storage()._cdata)

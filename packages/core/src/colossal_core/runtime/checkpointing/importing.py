@@ -8,7 +8,6 @@ rank that holds a part of it: the masters, and the values that are rounded from 
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -17,7 +16,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from colossal_core.boxes import Box
-from colossal_core.checkpoint.safetensors_format import ITEM_BYTES, Stored, read_header
+from colossal_core.checkpoint.safetensors_format import ITEM_BYTES
 from colossal_core.errors import CheckpointError
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.checkpointing.exporting import long_agreement, name_of_model
@@ -37,39 +36,14 @@ from colossal_core.runtime.checkpointing.shards import (
     Spec,
     model_holdings,
 )
+from colossal_core.runtime.checkpointing.stored_weights import StoredWeights, find_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.runtime.engine import Engine
 
-__all__ = ["StoredWeights", "find_weights", "import_model"]
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = (".bin", ".bin.index.json", ".ckpt", ".pt", ".pth")
-
-_CONVERT = (
-    "load it with torch.load(path, weights_only=True) in a script of your own, and write the weights with "
-    "model.save_pretrained(directory), or with safetensors.torch.save_file(weights, path)"
-)
-
-
-@frozen(kw_only=True)
-class StoredWeights:
-    """Tensors of a directory, before any of them is read.
-
-    Attributes:
-        directory: Where they lie.
-        tensors: File and place in it, by name.
-    """
-
-    directory: Path
-    tensors: Mapping[str, tuple[Path, Stored]]
-
-    @property
-    def forms(self) -> dict[str, Form]:
-        """Dtype and shape by name."""
-        return {name: Form(DTYPES[stored.dtype], stored.shape) for name, (_, stored) in self.tensors.items()}
+__all__ = ["import_model"]
 
 
 @frozen(kw_only=True, eq=False)
@@ -126,116 +100,6 @@ def import_model(
     return evolve(plan.report, bytes_read=reading.bytes_read)
 
 
-# --- files --------------------------------------------------------------------------------------------------
-
-
-def find_weights(path: Path) -> StoredWeights:
-    """Return what the headers of a directory's files say; reads no tensor.
-
-    Raises:
-        CheckpointError: There are no such files, one is damaged, or an index names what lies elsewhere.
-    """
-    if path.is_file():
-        if path.name.endswith(_PICKLED):
-            raise CheckpointError(
-                f"{path} is a pickled file, which can run code when it is read", hint=_CONVERT
-            )
-        return StoredWeights(directory=path.parent, tensors=_tensors_of(path))
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} does not exist", hint="pass a directory with model.safetensors, or such a file"
-        )
-    if (path / SINGLE).exists():
-        return StoredWeights(directory=path, tensors=_tensors_of(_checked(path, SINGLE)))
-    names = sorted(entry.name for entry in path.iterdir())
-    indices = [name for name in names if name.endswith(".safetensors.index.json")]
-    if INDEX in indices or len(indices) == 1:
-        return _read_index(path, INDEX if INDEX in indices else indices[0])
-    files = [name for name in names if name.endswith(".safetensors")]
-    if len(files) == 1:
-        return StoredWeights(directory=path, tensors=_tensors_of(_checked(path, files[0])))
-    if files:
-        raise CheckpointError(
-            f"{path} holds {len(files)} safetensors files ({', '.join(files[:3])}, ...) and no "
-            f"{INDEX} that says which belong together",
-            hint="pass the path of one file, or restore the index",
-        )
-    pickled = [name for name in names if name.endswith(_PICKLED)]
-    if pickled:
-        raise CheckpointError(
-            f"{path} holds pickled weights only ({', '.join(pickled[:3])}), which can run code when read",
-            hint=_CONVERT,
-        )
-    raise CheckpointError(
-        f"{path} holds no safetensors file", hint=f"pass a directory with {SINGLE}, or with {INDEX}"
-    )
-
-
-def _read_index(directory: Path, name: str) -> StoredWeights:
-    """Return the tensors that an index names."""
-    index = _checked(directory, name)
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        entries = sorted((str(tensor), file) for tensor, file in weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CheckpointError(
-            f"{index} is no index of safetensors files: {err!r}", hint="restore the file"
-        ) from err
-    files: dict[str, Mapping[str, tuple[Path, Stored]]] = {}
-    found = {}
-    for tensor, file in entries:
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index} says that {tensor!r} lies in {file!r}, which is no safetensors file beside it",
-                hint="an index names files of its own directory; get it from its source again",
-            )
-        if file not in files:
-            files[file] = _tensors_of(_checked(directory, file))
-        if tensor not in files[file]:
-            raise CheckpointError(
-                f"{directory / file} does not hold {tensor!r}, though {index.name} says so",
-                hint="the files are not of one export: get them from their source again",
-            )
-        found[tensor] = files[file][tensor]
-    return StoredWeights(directory=directory, tensors=found)
-
-
-def _checked(directory: Path, name: str) -> Path:
-    """Return the path of a file of a directory, which does not lead elsewhere.
-
-    Links are followed inside the directory, and out of a snapshot of the hub's cache to the blobs beside it,
-    of which such a snapshot consists.
-
-    Raises:
-        CheckpointError: It is missing, no plain file, or leads elsewhere.
-    """
-    path = directory / name
-    try:
-        real, home = path.resolve(strict=True), directory.resolve()
-    except OSError as err:
-        raise CheckpointError(
-            f"cannot open {path}: {err.strerror or err}", hint="get the missing file from its source"
-        ) from err
-    allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
-    if not any(real.is_relative_to(root) for root in allowed) or not real.is_file():
-        raise CheckpointError(
-            f"{path} leads to {real}, which is no file of its directory", hint="copy the file there"
-        )
-    return path
-
-
-def _tensors_of(path: Path) -> dict[str, tuple[Path, Stored]]:
-    """Return the tensors of one file."""
-    found = {name: (path, stored) for name, stored in read_header(path).tensors.items()}
-    for name, (_, stored) in found.items():
-        if stored.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{path} holds {name!r} in {stored.dtype}, which torch does not know here",
-                hint="convert the file to one of " + ", ".join(sorted(DTYPES)),
-            )
-    return found
-
-
 # --- planning -----------------------------------------------------------------------------------------------
 
 
@@ -250,11 +114,11 @@ def _plan(engine: Engine, model: nn.Module, path: Path, *, strict: bool) -> _Pla
     specs = collected.specs
     first = {name: key for key, spec in specs.items() for name in (key, *spec.aliases)}
     wanted = {name: Form(specs[key].dtype, specs[key].shape) for name, key in first.items()}
-    names = plan_reading(model, weights.forms, wanted)
+    names = plan_reading(model, {name: weights.form_of(name) for name in weights.tensors}, wanted)
     findings = _Findings(weights, specs)
     plain: dict[str, list[str]] = {}
     for source, target in names.renamed.items():
-        if findings.fits(target, first[target], (source,), weights.forms[source].shape):
+        if findings.fits(target, first[target], (source,), weights.form_of(source).shape):
             plain.setdefault(first[target], []).append(source)
     made = []
     for conversion in names.conversions:
@@ -384,12 +248,9 @@ class _Reading:
         for key in sorted(self._plan.plain, key=lambda key: -len(self._plan.plain[key])):
             self._fill(key, self._plan.plain[key], held.get(key, ()))
         for conversion, taken in self._plan.made:
-            if any(key in held for key in taken.values()):
-                found = conversion.convert({name: self._read_whole(name) for name in conversion.sources})
-                for target, key in taken.items():
-                    tensor = found[target].to(self._plan.collected.specs[key].dtype)
-                    whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-                    _copy(tensor, whole, held.get(key, ()))
+            self._fill_converted(
+                conversion, {target: held[key] for target, key in taken.items() if key in held}
+            )
         # A backward through a graph from before would use the new weights: torch shall refuse it.
         table = self._engine.context.table
         torch.autograd.graph.increment_version(
@@ -421,12 +282,34 @@ class _Reading:
                         )
                 _copy(values, block, holdings)
 
+    def _fill_converted(self, conversion: Conversion, holdings: Mapping[str, Sequence[Holding]]) -> None:
+        """Read what some results of a conversion are made of, and fill what this rank holds of them.
+
+        Raises:
+            CapabilityError: The conversion fails.
+        """
+        if not holdings:
+            return
+        forms = {name: self._plan.weights.form_of(name) for name in conversion.sources}
+        boxes = {target: [held.box for held in theirs] for target, theirs in holdings.items()}
+        needed = conversion.needed(forms, boxes)
+        # What no element here is made of is there in form only.
+        blank = torch.zeros((), dtype=conversion.dtype)
+        sources = {
+            name: self._read_whole(name) if name in needed else blank.expand(form.shape)
+            for name, form in forms.items()
+        }
+        found = conversion.convert(sources)
+        for target, theirs in holdings.items():
+            tensor = found[target].to(self._plan.collected.specs[theirs[0].name].dtype)
+            _copy(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)), theirs)
+
     def _read_whole(self, name: str) -> torch.Tensor:
         """Read a whole tensor; one without elements has no box."""
-        stored = self._plan.weights.tensors[name][1]
-        whole = Box((0,) * len(stored.shape), stored.shape)
+        form = self._plan.weights.form_of(name)
+        whole = Box((0,) * len(form.shape), form.shape)
         if whole.volume == 0:
-            return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            return torch.empty(form.shape, dtype=form.dtype)
         return self._read(name, whole)
 
     def _read(self, name: str, box: Box) -> torch.Tensor:

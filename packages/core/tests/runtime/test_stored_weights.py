@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colossal_core.errors import CheckpointError
-from colossal_core.runtime.checkpointing.importing import find_weights
+from colossal_core.runtime.checkpointing.stored_weights import find_weights
 
 from .weight_files import write_shards, write_weights
 
