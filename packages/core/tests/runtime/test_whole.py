@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from colossal_core import UsageError
 from colossal_testkit import run_ranks
 
 from .strategy_cases import CASES, Case, build
@@ -51,3 +54,28 @@ def test_full_parameters_and_gradients_are_those_of_one_process(case: Case) -> N
             assert torch.equal(after[name], torch.full_like(tensor, 7) if tensor.dim() == 1 else 2 * tensor)
         for name, gradient in wanted.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+def copy_cut_model(case: Case) -> None:
+    """Try everything that would copy boxes as if they were all."""
+    booster, work = boost_layout(case.model, case.pieces)
+    work.criterion(work.model(work.batches[0][0]), work.batches[0][1]).backward()
+    work.optimizer.step()
+    for call in (
+        work.model.state_dict,
+        lambda: work.model.load_state_dict({}),
+        lambda: copy.deepcopy(work.model),
+        work.optimizer.state_dict,
+    ):
+        with pytest.raises(UsageError, match=r"(?s)would be incomplete.*booster\.save"):
+            call()
+    booster.release(work.model)
+    assert copy.deepcopy(work.model).state_dict().keys() == work.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["qkv-2", "stages-3"])
+def test_copies_of_cut_models_are_refused_with_the_line_to_use(name: str) -> None:
+    """On every rank, until the model is released; ranks that hold nothing of it refuse as well."""
+    case = next(case for case in CASES if case.name == name)
+
+    run_ranks(copy_cut_model, case.nproc, case)

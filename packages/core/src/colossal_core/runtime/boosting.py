@@ -37,6 +37,7 @@ from colossal_core.runtime.batchnorm import install_batchnorms, needs_batchnorms
 from colossal_core.runtime.borders import hook_border
 from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.context import Context
+from colossal_core.runtime.copies import refuse_copies
 from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
 from colossal_core.runtime.launch import rendezvous_store
@@ -134,6 +135,9 @@ def build_engine(
         observers=registry.observers,
     )
     _install_borders(engine, borders)
+    partial = {context.table.tensor(entry) for entry in engine.partial_entries()}
+    for model in objects.models.values() if partial else ():
+        engine.handles.extend(refuse_copies(model, partial, "only parts of it"))
     context.undo.append(mark_boosted(objects.models.values()))
     engine.seed = settle_randomness(proposed.layout, world.rank, agreement)
     return engine

@@ -22,16 +22,16 @@ from colossal_core.runtime.whole import is_everywhere, whole_tensors
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
-    from torch.utils.hooks import RemovableHandle
 
     from colossal_core.interfaces import AbstractExecutor, AbstractMemoryManager
     from colossal_core.plugins.observers import Observers
     from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.checkpointing.stopping import Stopping
     from colossal_core.runtime.context import Context
+    from colossal_core.runtime.copies import Handle
     from colossal_core.runtime.loading import BoostedLoader
     from colossal_core.runtime.optimizer import BoostedOptimizer
-    from colossal_core.runtime.table import Key
+    from colossal_core.runtime.table import Entry, Key
 
 __all__ = ["Engine", "Progress"]
 
@@ -102,7 +102,7 @@ class Engine:
         self.optimizers: list[BoostedOptimizer] = []
         self.schedulers: list[LRScheduler] = []
         self.loaders: list[BoostedLoader] = []
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[Handle] = []
         self.progress = Progress()
         self.shares = ShareBook(
             context.mesh.layout.data_degree,
@@ -157,6 +157,11 @@ class Engine:
         """
         if self.stopping is not None and loader in {None, self.shares.training}:
             self.stopping.begin_iteration()
+
+    def partial_entries(self) -> Iterator[Entry]:
+        """Iterate over what some rank does not hold whole; the same on all ranks."""
+        layout, rank = self.context.mesh.layout, self.context.mesh.rank
+        return (entry for entry in self.context.table if not is_everywhere(entry, layout, rank))
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:

@@ -220,8 +220,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """State by parameter in full shapes, as torch shows it; collected anew at each access."""
+        """State by parameter in full shapes, as torch shows it; collected anew at each access.
+
+        Raises:
+            UsageError: Some rank does not hold all of a parameter.
+        """
         self._check_alive()
+        self._check_whole("optimizer.state")
         return self._engine.manager.state(self._index)
 
     @state.setter
@@ -235,6 +240,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             UsageError: The parameter groups do not fit.
         """
         self._check_alive()
+        self._check_whole("load_state_dict()")
         saved = state_dict["param_groups"]
         mine = [len(group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in saved]
@@ -276,6 +282,16 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.user.__dict__.pop("step", None)
         if self._users_step is not None:
             self.user.__dict__["step"] = self._users_step
+
+    def _check_whole(self, what: str) -> None:
+        """Refuse what would show or take a part of a state for all of it."""
+        table = self._engine.context.table
+        partial = {table.tensor(entry) for entry in self._engine.partial_entries()}
+        if any(parameter in partial for group in self.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"{what} would be incomplete: ranks hold parts of parameters, and of their states",
+                hint="booster.save() and booster.load() keep a run under any plan",
+            )
 
     def _check_alive(self) -> None:
         """Refuse whatever needs the memory manager after release."""
