@@ -70,7 +70,8 @@ def copy_cut_model(case: Case) -> None:
         with pytest.raises(UsageError, match=r"(?s)would be incomplete.*booster\.save"):
             call()
     booster.release(work.model)
-    assert copy.deepcopy(work.model).state_dict().keys() == work.model.state_dict().keys()
+    assert work.model.state_dict()
+    assert "__deepcopy__" not in vars(work.model)
 
 
 @pytest.mark.parametrize("name", ["qkv-2", "stages-3"])
