@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "list_tensors", "print_description"]
 
+_MOST_FILES = 32
+"""Files that are shown to people: a run of a thousand ranks has a few thousand."""
+
 
 def describe(path: Path, manifest: Manifest) -> dict[str, object]:
     """Return what a checkpoint holds as plain values.
@@ -90,9 +93,10 @@ def print_description(path: Path, manifest: Manifest) -> None:
         rows.append((name, str(found["kind"]), *counts, ", ".join(found["dtypes"])))
     print_table(("object", "kind", "tensors", "elements", "bytes", "types"), rows)
     click.echo()
-    print_table(
-        ("file", "bytes"), [(name, f"{file.num_bytes:,}") for name, file in sorted(manifest.files.items())]
-    )
+    files = [(name, f"{file.num_bytes:,}") for name, file in sorted(manifest.files.items())]
+    print_table(("file", "bytes"), files[:_MOST_FILES])
+    if len(files) > _MOST_FILES:
+        click.echo(f"and {len(files) - _MOST_FILES:,} more files; --json lists all")
 
 
 def _describe_object(record: ObjectRecord) -> dict[str, Any]:

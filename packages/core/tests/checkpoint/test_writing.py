@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -129,6 +130,45 @@ def test_a_limit_on_files_in_the_middle_of_a_tensor_leaves_the_older_checkpoint(
     assert "earlier checkpoints are as they were" in done.stdout
     assert [*(tmp_path / "step-2").iterdir()] == []
     assert verify(older) == ()
+
+
+_FULL = """
+import sys
+from pathlib import Path
+from colossal_core.checkpoint import find_complete
+from colossal_core.checkpoint.verifying import verify
+from colossal_core.errors import CheckpointError
+from colossal_testkit.checkpoints import SampleTensor, write_checkpoint
+
+root = Path(sys.argv[1])
+older = write_checkpoint(root, {"model": {"w": SampleTensor.make((1000,))}}, step=1)
+for step in (2, 3):
+    try:
+        write_checkpoint(root, {"model": {"w": SampleTensor.make((100_000,))}}, step=step)
+    except CheckpointError as err:
+        print(err)
+print(find_complete(root) == [(1, older)], verify(older), [*(root / "step-3").iterdir()])
+write_checkpoint(root, {"model": {"w": SampleTensor.make((2000,))}}, step=4)
+print(len(find_complete(root)))
+"""
+
+
+def test_a_disk_that_is_full_says_so_and_the_next_save_works(tmp_path: Path) -> None:
+    """A real one of 200 kB, in a name space of its own where the system allows it."""
+    unshare, mount = shutil.which("unshare"), 'mount -t tmpfs -o size=200k none "$1"'
+
+    def run_inside(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(unshare), "-Urm", "sh", "-c", script, "sh", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    if unshare is None or run_inside(mount).returncode != 0:
+        pytest.skip("this system lets nobody mount a small disk")
+
+    done = run_inside(f'{mount} && exec "$2" -c "$3" "$1"', sys.executable, _FULL)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("No space left on device") == 2
+    assert done.stdout.splitlines()[-2:] == ["True () []", "2"]
 
 
 def test_a_full_disk_at_the_manifest_publishes_nothing(

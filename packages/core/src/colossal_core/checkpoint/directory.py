@@ -24,6 +24,7 @@ __all__ = [
     "data_file_name",
     "find_complete",
     "is_file_of_save",
+    "list_files",
     "missing_checkpoint",
     "publish",
     "read_manifest",
@@ -171,7 +172,7 @@ def retain(root: Path, keep: int | None, newest: int) -> list[Path]:
 
 def clear_save(directory: Path, mark: str) -> None:
     """Delete what a failed save has written; a directory that was made for it goes too."""
-    for path in _list_files(directory):
+    for path in list_files(directory):
         if _OURS.fullmatch(path.name) and f"-{mark}." in path.name:
             _delete(path)
     if not (directory / MANIFEST_NAME).exists():
@@ -180,14 +181,14 @@ def clear_save(directory: Path, mark: str) -> None:
 
 def _clear(directory: Path, keep: set[str]) -> None:
     """Delete the files of saves but for some, and the directory when nothing is left in it."""
-    for path in _list_files(directory):
+    for path in list_files(directory):
         if path.name not in keep and _OURS.fullmatch(path.name):
             _delete(path)
     if not keep:
         _remove_if_empty(directory)
 
 
-def _list_files(directory: Path) -> list[Path]:
+def list_files(directory: Path) -> list[Path]:
     """Return what lies in a directory; nothing when it has vanished or cannot be read."""
     with contextlib.suppress(OSError):
         return [*directory.iterdir()]

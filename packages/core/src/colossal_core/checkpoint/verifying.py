@@ -15,7 +15,7 @@ from typing import Literal
 from attrs import frozen
 
 from colossal_core.boxes import Box
-from colossal_core.checkpoint.directory import MANIFEST_NAME, is_file_of_save, read_manifest
+from colossal_core.checkpoint.directory import MANIFEST_NAME, is_file_of_save, list_files, read_manifest
 from colossal_core.checkpoint.manifest import BLOCK_BYTES, FileRecord, Manifest, Piece, TensorRecord
 from colossal_core.checkpoint.reading import open_plain, read_at
 from colossal_core.checkpoint.safetensors_format import Stored, decode_header
@@ -252,7 +252,7 @@ def _split_group(boxes: Sequence[Box], group: Sequence[int], axis: int) -> list[
 
 def _list_foreign(directory: Path, manifest: Manifest) -> Iterator[Problem]:
     """Note what lies in the directory and belongs to no checkpoint."""
-    for path in sorted(directory.iterdir()):
+    for path in sorted(list_files(directory)):
         if path.name not in manifest.files and path.name != MANIFEST_NAME:
             why = (
                 "an interrupted save has left it"
