@@ -92,15 +92,17 @@ def clip_then_change(
     before = weights_of(model)
     run_backward(model, 0)
     optimizer.clip_grad_norm_(0.01)
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        if how == "backward":
-            run_backward(model, 1, "b")
-        elif how == "zero_grad":
-            optimizer.zero_grad()
-        else:
-            model.head_b.bias.grad = torch.ones(3, dtype=torch.float64)
     message = ""
     try:
+        if not dist.is_initialized() or dist.get_rank() == rank:
+            if how == "backward":
+                run_backward(model, 1, "b")
+            elif how == "zero_grad":
+                optimizer.zero_grad()
+            elif how == "by hand":
+                model.zero_grad()
+            else:
+                model.head_b.bias.grad = torch.ones(3, dtype=torch.float64)
         optimizer.step()
     except UsageError as error:
         message = str(error)
@@ -112,7 +114,7 @@ def clip_then_change(
     return message, float(optimizer.grad_norm), same, weights_of(model)
 
 
-@pytest.mark.parametrize("how", ["backward", "zero_grad", "assign"])
+@pytest.mark.parametrize("how", ["backward", "zero_grad", "by hand", "assign"])
 def test_gradients_that_change_after_clipping_are_refused_on_every_rank(how: str) -> None:
     """What clipping has not seen cannot be in the step: all ranks raise, update nothing and can go on."""
     results = run_ranks(clip_then_change, 2, how, 1)
@@ -136,6 +138,48 @@ def test_gradients_that_change_after_clipping_are_refused_on_a_lone_rank() -> No
     message, _, _, _ = clip_then_change("backward", 0)
 
     assert "after clip_grad_norm_() had reduced them" in message
+
+
+def leave_out_a_step(how: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Look at norm or gradients, and leave out the second of three steps; return norms and weights."""
+    booster, model, optimizer = boost()
+    norms = []
+    for step in range(3):
+        run_backward(model, step)
+        if how == "clip":
+            norms.append(float(optimizer.clip_grad_norm_(0.01)))
+        else:
+            with booster.full_gradients(model) as found:
+                norms.append(float(nn.utils.get_total_norm(found.values())))
+        if step == 1:
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    assert booster.step == 2
+    return norms, weights_of(model)
+
+
+@pytest.mark.parametrize("how", ["clip", "full_gradients"])
+def test_a_step_may_be_left_out_after_a_look_at_its_gradients(how: str) -> None:
+    """``zero_grad`` on all ranks in place of ``step``: loops do so where a norm is too large."""
+    results = run_ranks(leave_out_a_step, 3, how)
+
+    torch.manual_seed(0)
+    model = Awkward()
+    optimizer = sgd(model)
+    for step in range(3):
+        for rank in range(3):
+            (model(batch_of(rank, step)).square().mean() / 3).backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01 if how == "clip" else 1e9))
+        for norms, _ in results:
+            assert norms[step] == pytest.approx(norm, rel=1e-10)
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    for _, weights in results:
+        for name, parameter in model.named_parameters():
+            assert_close(weights[name], parameter, name)
 
 
 def clip_twice() -> tuple[float, float, float]:

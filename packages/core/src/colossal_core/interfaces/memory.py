@@ -72,6 +72,13 @@ class AbstractMemoryManager(ABC):
         The default leaves it to :meth:`finish`, which has to notice changes of groups anyway.
         """
 
+    def clear(self, optimizer: int) -> None:  # noqa: B027 - most managers notice it in finish()
+        """Leave the step out of a window that was finished already, since the user clears its gradients.
+
+        Called by every ``zero_grad``, after ``p.grad`` was cleared on this rank; does nothing in a window
+        that was not finished. Collective in one that was: where other ranks take the step instead, all raise.
+        """
+
     def drop_gradients(self) -> None:  # noqa: B027 - nothing is on its way in most managers
         """Drop all gradients, those on their way as well, after an error that every rank raises; collective.
 

@@ -207,6 +207,19 @@ class AbstractFlatManager(AbstractMemoryManager):
 
     def finish(self, optimizer: int, *, norm_type: float = 2.0) -> float:
         """Reduce all gradients of an optimizer and return their norm."""
+        return self._finish(optimizer, norm_type, clears=False)
+
+    def clear(self, optimizer: int) -> None:
+        """Send what the other ranks wait for in :meth:`finish`, and close the window without gradients."""
+        owned = self._owned[optimizer]
+        if not any(lane.is_reduced for lane in owned.window.lanes):
+            return
+        self._finish(optimizer, 2.0, clears=True)
+        owned.window.discard()
+        owned.is_summed = False
+
+    def _finish(self, optimizer: int, norm_type: float, *, clears: bool) -> float:
+        """Reduce, or agree with the other ranks that all of them have cleared what was reduced before."""
         self.regroup(optimizer)
         owned = self._owned[optimizer]
         if owned.is_averaged and not owned.window.has_arrivals:
@@ -215,10 +228,13 @@ class AbstractFlatManager(AbstractMemoryManager):
         if owned.window.finish():
             owned.window.discard()
             owned.is_summed = False
+            if self._is_cleared_everywhere(clears=clears):
+                return 0.0
             raise UsageError(
                 "gradients arrived or were changed after clip_grad_norm_() had reduced them; all gradients "
                 "of this step are dropped",
-                hint="call clip_grad_norm_() after the last backward(), right before optimizer.step()",
+                hint="call clip_grad_norm_() after the last backward(), right before optimizer.step(); to "
+                "leave a step out, call optimizer.zero_grad() on all ranks",
             )
         if not owned.is_summed:
             for shared in owned.sums:
@@ -227,6 +243,13 @@ class AbstractFlatManager(AbstractMemoryManager):
         if owned.window.after_each_backward:
             self._show_averages(owned)
         return self._norm(owned, norm_type)
+
+    def _is_cleared_everywhere(self, *, clears: bool) -> bool:
+        """Agree whether every rank has cleared its gradients, so that nothing is lost."""
+        everyone = self._context.mesh.everyone()
+        keeps = torch.tensor([0.0 if clears else 1.0], device=everyone.device)
+        self._context.collectives.all_reduce(keeps, everyone, phase="norm").wait()
+        return not keeps.item()
 
     def _norm(self, owned: Owned, norm_type: float) -> float:
         """Return the norm of reduced gradients."""

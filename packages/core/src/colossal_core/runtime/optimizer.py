@@ -120,9 +120,16 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 self._take_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Clear the gradients as torch does; does nothing inside an accumulation window."""
-        if not self._window.num_batches:
-            super().zero_grad(set_to_none=set_to_none)
+        """Clear the gradients as torch does; does nothing inside an accumulation window.
+
+        After ``clip_grad_norm_`` or ``full_gradients``, before ``step``, it leaves the step out; collective.
+        """
+        if self._window.num_batches:
+            return
+        super().zero_grad(set_to_none=set_to_none)
+        self._clip = None
+        if not self._is_released:
+            self._engine.manager.clear(self._index)
 
     def _take_step(self) -> None:
         """Reduce, measure, clip and update, or skip."""
