@@ -84,7 +84,7 @@ class Tangled(nn.Module):
         self.again = nn.Linear(13, 13, bias=False)
         self.again.weight = self.back.weight
         self.leave = nn.Linear(13, 3)
-        self.leave.bias.requires_grad_(requires_grad=False)
+        self.leave.bias.requires_grad = False
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.unused = nn.Parameter(torch.ones(3))
         self.empty = nn.Parameter(torch.ones(0, 4))

@@ -47,7 +47,7 @@ def save_wide(root: Path, precision: str) -> int:
     booster.backward(model(torch.arange(5)).float().sum())
     optimizer.step()
     booster.save(root)
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    numel: int = sum(parameter.numel() for parameter in model.parameters())
     return 3 * 4 * numel
 
 
