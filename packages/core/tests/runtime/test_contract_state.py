@@ -41,8 +41,9 @@ def boosted(*, width: int = 7, accumulate: int = 1, **settings: Any) -> tuple[Bo
     return (booster, *booster.boost(model, optimizer, DataLoader(dataset, batch_size=4)))
 
 
-def take_steps(booster: Booster, model: Any, optimizer: Any, loader: Any, count: int) -> None:
-    """Take some real steps."""
+def take_steps(booster: Booster, *objects_and_count: Any) -> None:
+    """Take some real steps: of a model and an optimizer, with a loader, so many."""
+    model, optimizer, loader, count = objects_and_count
     last = booster.step + count
     while booster.step < last:
         for samples, targets in loader:
@@ -116,7 +117,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def extra_round_trip(root: Path) -> None:
     """Keep every kind of plain value."""
     booster, *_ = boosted()
-    extra = {
+    extra: dict[Any, Any] = {
         "numbers": (1, 2.5, float("inf"), True, None),
         3: {"set": {1, 2}},
         "tensor": torch.arange(3, dtype=torch.bfloat16),
@@ -481,3 +482,25 @@ def unboosted_calls(root: Path) -> None:
 def test_calls_before_boost_say_so(tmp_path: Path) -> None:
     """With the next step."""
     run_ranks(unboosted_calls, 1, tmp_path)
+
+
+def keep_while_shown(root: Path) -> None:
+    """Save and export while a model shows its average."""
+    booster, model, optimizer, loader = boosted(precision="bf16")
+    average = booster.average(model, 0.5)
+    take_steps(booster, model, optimizer, loader, 2)
+    with average.applied():
+        with pytest.raises(UsageError, match="outside"):
+            booster.save(root / "run")
+        with pytest.raises(UsageError, match=r"average=average"):
+            booster.export(model, root / "weights")
+    booster.export(model, root / "weights", average=average)
+    booster.import_weights(model, root / "weights")
+    with booster.full_parameters(model) as shown:
+        for place in average.places():
+            assert torch.equal(shown[place.key[1]].reshape(-1), place.tensor.bfloat16())
+
+
+def test_average_is_saved_and_exportable(tmp_path: Path) -> None:
+    """By name; while the model shows it, saving and exporting the model would take it for the weights."""
+    run_ranks(keep_while_shown, 2, tmp_path)

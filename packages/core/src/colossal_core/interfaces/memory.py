@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from colossal_core.states import is_like
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -104,8 +106,6 @@ class AbstractMemoryManager(ABC):
         shaped like their parameter are among :meth:`places`. The default takes them out of :meth:`state`;
         called on every rank.
         """
-        from colossal_core.runtime.segments import is_like
-
         return {
             parameter: {name: value for name, value in state.items() if not is_like(name, value, parameter)}
             for parameter, state in self.state(optimizer).items()
@@ -117,7 +117,7 @@ class AbstractMemoryManager(ABC):
 
         Args:
             optimizer: Which one.
-            state: State by parameter, in full shapes. A :class:`~colossal_core.runtime.segments.Blank` in
+            state: State by parameter, in full shapes. A :class:`~colossal_core.states.Blank` in
                 place of a tensor stands for one that is allocated as zeros, for the caller to fill through
                 :meth:`places`.
         """

@@ -81,13 +81,13 @@ class Agreement:
 
         The failing rank raises its own error, the others a :class:`RankMismatchError` that quotes it.
         """
-        error: ColossalError | None = None
+        error: Exception | None = None
         result: list[T] = []
         try:
             result.append(action())
-        except ColossalError as err:
+        except Exception as err:  # noqa: BLE001 - raised below, once the others know
             error = err
-        notes = self.share(topic, "" if error is None else json.dumps([error.message, error.hint]))
+        notes = self.share(topic, "" if error is None else json.dumps(_describe(error)))
         if error is not None:
             raise error
         failed = [(rank, json.loads(note)) for rank, note in enumerate(notes) if note]
@@ -136,3 +136,10 @@ class Agreement:
             f"ranks disagree about {topic}:\n{text}",
             hint="start the same script with the same versions and settings on every rank",
         )
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    """Return what other ranks are told: message and hint."""
+    if isinstance(error, ColossalError):
+        return error.message, error.hint
+    return f"{type(error).__name__}: {error}", "look at the output of that rank"

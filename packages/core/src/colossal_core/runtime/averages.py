@@ -33,6 +33,7 @@ class Average:
     Attributes:
         decay: Weight of the past, in ``[0, 1)``.
         num_updates: Real steps that it has seen.
+        is_shown: Whether the model computes with it at this moment.
     """
 
     def __init__(self, places: Sequence[Place], decay: float) -> None:
@@ -49,6 +50,7 @@ class Average:
             raise UsageError(f"decay is {decay}, expected at least 0 and below 1", hint="0.999 is usual")
         self.decay = decay
         self.num_updates = 0
+        self.is_shown = False
         masters = {(place.key, place.start): place for place in places if place.state == "master"}
         self._places: list[Place] = []
         self._values: list[torch.Tensor] = []
@@ -86,9 +88,11 @@ class Average:
         with torch.no_grad():
             torch._foreach_copy_(self._values, self._averages)
         versions = [value._version for value in self._values]
+        self.is_shown = True
         try:
             yield
         finally:
+            self.is_shown = False
             changed = [
                 place.key[1]
                 for place, value, version in zip(self._places, self._values, versions, strict=True)

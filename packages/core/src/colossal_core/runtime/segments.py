@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import nn
 
 from colossal_core.errors import UsageError
@@ -26,28 +26,15 @@ from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.table import Place
+from colossal_core.states import Blank, is_like
 
-__all__ = ["Blank", "OwnedRange", "Segment", "SegmentedOptimizer", "allocated", "is_like"]
+__all__ = ["OwnedRange", "Segment", "SegmentedOptimizer", "allocated"]
 
 CHUNK_NUMEL = 1 << 20
 """Elements updated by one call of the optimizer: 4 MiB of fp32 gradients stay in the last-level cache
 between scaling or casting and the update, so those cost no pass over memory."""
 
-_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""0-d states of torch's elementwise optimizers that are not shaped like the parameter."""
-
 State = dict[str, Any]
-
-
-@frozen
-class Blank:
-    """Stands for a state shaped like its parameter that is to be allocated, and filled in through its place.
-
-    Attributes:
-        dtype: Element type; moments of a wider update take that of the update.
-    """
-
-    dtype: torch.dtype
 
 
 @define(eq=False)
@@ -449,15 +436,6 @@ def _copy(value: object) -> object:
 def allocated(value: object, parameter: torch.Tensor) -> object:
     """Return zeros shaped like a parameter for a :class:`Blank`, anything else as it is."""
     return torch.zeros_like(parameter, dtype=value.dtype) if isinstance(value, Blank) else value
-
-
-def is_like(name: str, value: object, parameter: torch.Tensor) -> bool:
-    """Whether a state has one element for each of the parameter's; for 0-d parameters its name decides."""
-    if isinstance(value, Blank):
-        return True
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return False
-    return parameter.dim() > 0 or name not in _COUNTERS
 
 
 def _history(parameter: torch.Tensor, state: State) -> tuple[tuple[str, object], ...]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from colossal_core.runtime.averages import Average
     from colossal_core.runtime.checkpointing.report import Loaded, LoadReport
     from colossal_core.runtime.engine import Engine
 
@@ -154,6 +155,7 @@ class StateCalls(ABC):
         *,
         dtype: str | torch.dtype | None = None,
         max_file_bytes: int = MAX_SHARD_BYTES,
+        average: Average | None = None,
     ) -> Path:
         """Write a model as plain safetensors files, as ``from_pretrained`` reads them; collective.
 
@@ -165,6 +167,7 @@ class StateCalls(ABC):
             directory: Where to: missing, empty, or an earlier export, on a disk that all ranks see.
             dtype: Dtype of floating tensors, ``"bf16"`` for example; that of the masters when None.
             max_file_bytes: Bytes of tensors in one file; what is larger is divided, with an index.
+            average: A running average of the model, written in place of its parameters.
 
         Returns:
             The directory, complete.
@@ -177,7 +180,12 @@ class StateCalls(ABC):
         self._check_model(model)
         with engine.reporting():
             return export_model(
-                engine, model, _absolute(directory), dtype=dtype, max_file_bytes=max_file_bytes
+                engine,
+                model,
+                _absolute(directory),
+                dtype=dtype,
+                max_file_bytes=max_file_bytes,
+                average=average,
             )
 
     def import_weights(

@@ -185,9 +185,14 @@ def _collect(engine: Engine, name: str, average: Average | None) -> Collected:
     """Return what this rank holds of a model, or of its average.
 
     Raises:
-        UsageError: The average is of another model.
+        UsageError: The average is of another model, or one is shown at this moment.
     """
     collected = model_holdings(engine, name, borrowed=True)
+    if average is None and any(owner == name and other.is_shown for owner, other in engine.averages):
+        raise UsageError(
+            f"export of model {name!r} inside average.applied()",
+            hint="outside of it, booster.export(model, directory, average=average) writes the averages",
+        )
     if average is None:
         return collected
     if not any(owner == name and other is average for owner, other in engine.averages):

@@ -18,7 +18,7 @@ from colossal_core.runtime.checkpointing.shards import plain_name, qualified_nam
 from colossal_core.runtime.checkpointing.values import pack_values, unpack_values
 from colossal_core.runtime.draws import mix_seed
 from colossal_core.runtime.randomness import read_states, reseed, write_states
-from colossal_core.runtime.segments import Blank
+from colossal_core.states import Blank
 
 if TYPE_CHECKING:
     from colossal_core.runtime.engine import Engine

@@ -193,6 +193,11 @@ class Saver:
                     "save inside an accumulation window: its gradients would be lost",
                     hint="save after the step() that closes the window, or call optimizer.flush() first",
                 )
+        if any(average.is_shown for _, average in self._engine.averages):
+            raise UsageError(
+                "save inside average.applied(): the model shows averages in place of its weights",
+                hint="save outside; averages are part of every checkpoint",
+            )
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file", hint="pass a directory; save() makes step-N inside")
 
