@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .stories import batch_of
+from colossal_testkit.stories import batch_of
 
 
 def make(*, seed: int = 0) -> tuple[nn.Sequential, torch.optim.Optimizer]:

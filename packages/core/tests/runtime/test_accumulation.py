@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler
 from colossal_core import Booster
 from colossal_core.errors import ColossalError, UsageError
 from colossal_testkit import run_ranks
-
-from .stories import assert_close, tiny_buffers
+from colossal_testkit.stories import assert_close, tiny_buffers
 
 MICRO = 7
 """Micro-batches of a run: two windows of three, and one that stays open."""

@@ -19,8 +19,7 @@ from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.launch import rendezvous_store
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
-
-from .stories import batch_of
+from colossal_testkit.stories import batch_of
 
 SECONDS = 10
 """Within this time every rank must have raised."""

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colossal_core import Booster, Replicated
 from colossal_testkit import run_ranks
-
-from .stories import (
+from colossal_testkit.stories import (
     Awkward,
     Story,
     Trace,

@@ -17,9 +17,9 @@ from colossal_core import Booster, Replicated
 from colossal_core.errors import UsageError
 from colossal_core.runtime.optimizer import BoostedOptimizer
 from colossal_testkit import run_ranks
+from colossal_testkit.stories import Awkward, sgd
 
 from .small_models import make, train
-from .stories import Awkward, sgd
 
 # --- what comes back -------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from colossal_core import Booster
 from colossal_core.errors import NonFiniteError, UsageError
 from colossal_core.runtime.optimizer import BoostedOptimizer
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
-
-from .stories import Awkward, assert_close, batch_of, sgd, tiny_buffers
+from colossal_testkit.stories import Awkward, assert_close, batch_of, sgd, tiny_buffers
 
 
 def boost(**settings: Any) -> tuple[Booster, Awkward, BoostedOptimizer]:

@@ -17,8 +17,8 @@ from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_core.runtime.batches import loss_weight, split_batch
 from colossal_testkit import run_ranks
+from colossal_testkit.stories import assert_close, tiny_buffers
 
-from .stories import assert_close, tiny_buffers
 from .taggers import Flat, Tagger, cross_entropy, share_of
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from torch import nn
 from colossal_core import Booster, UsageError
 from colossal_core.runtime.guards import GradientGuard
 from colossal_testkit import run_ranks
-
-from .stories import Awkward, batch_of, sgd, tiny_buffers
+from colossal_testkit.stories import Awkward, batch_of, sgd, tiny_buffers
 
 
 def start(precision: str = "fp64") -> tuple[nn.Module, Any]:

@@ -14,8 +14,8 @@ from torch import nn
 from colossal_core import Booster
 from colossal_core.errors import ColossalError, RankMismatchError, UsageError
 from colossal_testkit import run_ranks
+from colossal_testkit.stories import assert_close, tiny_buffers
 
-from .stories import assert_close, tiny_buffers
 from .taggers import Flat, Tagger, cross_entropy, share_of
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from colossal_core import Booster
 from colossal_testkit import run_ranks
+from colossal_testkit.stories import assert_close, batch_of, tiny_buffers
 
 from .small_models import make, train
-from .stories import assert_close, batch_of, tiny_buffers
 
 
 class Sequence(nn.Module):

@@ -19,8 +19,7 @@ from torch.optim import lr_scheduler
 from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_testkit import run_ranks
-
-from .stories import Awkward, assert_close, batch_of
+from colossal_testkit.stories import Awkward, assert_close, batch_of
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
 

@@ -13,8 +13,7 @@ from colossal_core import Booster
 from colossal_testkit import run_ranks
 from colossal_testkit.models import MODELS, build_workload
 from colossal_testkit.parity import FP32, Recipe, check_parity
-
-from .stories import batch_of, tiny_buffers
+from colossal_testkit.stories import batch_of, tiny_buffers
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -14,8 +14,7 @@ from torch import nn
 from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_testkit import run_ranks
-
-from .stories import Awkward, batch_of, tiny_buffers
+from colossal_testkit.stories import Awkward, batch_of, tiny_buffers
 
 
 class Block(nn.Module):

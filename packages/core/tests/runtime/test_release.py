@@ -15,9 +15,9 @@ from torch import nn
 from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_testkit import run_ranks
+from colossal_testkit.stories import Awkward, assert_close, batch_of, sgd, tiny_buffers
 
 from .small_models import make, train
-from .stories import Awkward, assert_close, batch_of, sgd, tiny_buffers
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])

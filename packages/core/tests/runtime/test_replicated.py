@@ -16,9 +16,7 @@ from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_core.runtime import buckets
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
-
-from .small_models import Layers, adam_over_all
-from .stories import (
+from colossal_testkit.stories import (
     Awkward,
     Story,
     Trace,
@@ -31,6 +29,8 @@ from .stories import (
     tiny_buffers,
     zero_grad,
 )
+
+from .small_models import Layers, adam_over_all
 
 
 def on_rank(story: Story) -> Trace:

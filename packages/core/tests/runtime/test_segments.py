@@ -16,8 +16,7 @@ from colossal_core.errors import CapabilityError
 from colossal_core.runtime import segments
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_testkit import run_ranks
-
-from .stories import Awkward, assert_close, batch_of, tiny_buffers
+from colossal_testkit.stories import Awkward, assert_close, batch_of, tiny_buffers
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

@@ -12,13 +12,13 @@ from torch import nn
 
 from colossal_core import Booster, NonFiniteError
 from colossal_testkit import run_ranks
-
-from .small_models import Layers, adam_over_all
-from .stories import (
+from colossal_testkit.stories import (
     assert_close,
     batch_of,
     tiny_buffers,
 )
+
+from .small_models import Layers, adam_over_all
 
 
 def play_gan(rank: int | None, *, detaches: bool) -> list[dict[str, torch.Tensor]]:

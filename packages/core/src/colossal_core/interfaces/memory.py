@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from colossal_core.mesh import GroupSpec
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.table import ParameterTable, Place
@@ -25,6 +26,16 @@ class AbstractMemoryManager(ABC):
 
     A plan has exactly one. Optimizers are named by their position in the ``boost`` call.
     """
+
+    def groups(self, table: ParameterTable) -> Iterable[GroupSpec]:
+        """Return groups that :meth:`attach` needs besides those that the table sums gradients over.
+
+        Creating a group is collective over all ranks, so they are made before, also those of other ranks.
+
+        Args:
+            table: The parameters, cut and closed.
+        """
+        return ()
 
     @abstractmethod
     def attach(

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +119,7 @@ def build_engine(
     )
     _make_equal(context, agreement)
     _apply(objects, proposed, context, agreement)
-    _create_groups(context, agreement, len(objects.optimizers))
+    _create_groups(proposed.manager, context, agreement, len(objects.optimizers))
     proposed.manager.attach(objects.models, objects.optimizers, context)
     borders = [strategy.borders(objects.models, context) for _, strategy, _ in proposed.strategies]
     executor = _choose_executor(proposed, context) or PlainExecutor(
@@ -365,26 +365,37 @@ def _digest(tensors: list[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def _create_groups(context: Context, agreement: Agreement, num_optimizers: int) -> None:
-    """Create every group that any rank's table asks for, in one order on all ranks.
+def _create_groups(
+    manager: AbstractMemoryManager, context: Context, agreement: Agreement, num_optimizers: int
+) -> None:
+    """Create every group that any rank's table or memory manager asks for, in one order on all ranks.
 
     Creating a process group is collective over the world, but ranks may hold different parameters.
     """
-    mine = {
+    sums = {
         spec for entry in context.table for spec in (entry.reduce, *(part.sum_over for part in entry.parts))
     }
-    texts = agreement.share("groups", json.dumps([[spec.axes, spec.blocks] for spec in mine if spec.axes]))
-    specs: dict[str, GroupSpec] = {}
+    divisions = _of_all_ranks(manager.groups(context.table), agreement)
+    context.mesh.everyone()
+    for spec in divisions:
+        context.mesh.group(spec)
+    reductions = (*_of_all_ranks(sums, agreement), *divisions)
+    for index in range(num_optimizers):
+        for spec in reductions:
+            context.mesh.group(spec, f"{GRADIENTS}.{index}")
+
+
+def _of_all_ranks(specs: Iterable[GroupSpec], agreement: Agreement) -> list[GroupSpec]:
+    """Return the groups that any rank names, in the same order on all ranks."""
+    texts = agreement.share("groups", json.dumps([[spec.axes, spec.blocks] for spec in specs if spec.axes]))
+    found: dict[str, GroupSpec] = {}
     for text in texts:
         for axes, blocks in json.loads(text):
             as_tuples = (
                 None if blocks is None else tuple(tuple(tuple(place) for place in block) for block in blocks)
             )
-            specs[json.dumps([axes, blocks])] = GroupSpec(tuple(axes), as_tuples)
-    context.mesh.everyone()
-    for index in range(num_optimizers):
-        for _, spec in sorted(specs.items()):
-            context.mesh.group(spec, f"{GRADIENTS}.{index}")
+            found[json.dumps([axes, blocks])] = GroupSpec(tuple(axes), as_tuples)
+    return [spec for _, spec in sorted(found.items())]
 
 
 def _install_borders(engine: Engine, borders: list[Mapping[str, AbstractBorder]]) -> None:

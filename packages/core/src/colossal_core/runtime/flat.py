@@ -220,6 +220,16 @@ class FlatBuffer:
         self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
         self.tail.zero_()
 
+    def release_gradients(self) -> None:
+        """Give the memory of the gradients back; views of them stay valid objects that may not be read."""
+        self.gradients.untyped_storage().resize_(0)
+
+    def restore_gradients(self) -> None:
+        """Have memory for the gradients again, with undefined content."""
+        storage = self.gradients.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.message_numel * self.kind.dtype.itemsize)
+
     @property
     def early_divisor(self) -> int:
         """What gradients are divided by when they arrive: all of it where that costs no digits."""

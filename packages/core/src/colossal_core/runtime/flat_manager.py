@@ -389,10 +389,11 @@ class AbstractFlatManager(AbstractMemoryManager):
         """Give the models back, in the dtype that they compute in, and the user's optimizers their state."""
         for index, owned in enumerate(self._owned):
             gradients: dict[Touch, torch.Tensor] = {}
-            for touch in owned.touches:
-                touch.take_over(touch.changed_by_user())
-                if touch.shown == "view":
-                    gradients[touch] = touch.view.detach().clone()
+            for buffer, touches in owned.window.touches:
+                for touch in touches if buffer.num_shards == 1 else ():
+                    touch.take_over(touch.changed_by_user())
+                    if touch.shown == "view":
+                        gradients[touch] = touch.view.detach().clone()
             owned.window.drain()
             owned.window.close()
             for parameter, state in self.state(index).items():

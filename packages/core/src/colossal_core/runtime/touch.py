@@ -19,7 +19,7 @@ from colossal_core.runtime.guards import GradientGuard
 if TYPE_CHECKING:
     from colossal_core.runtime.flat import Slot
 
-__all__ = ["Touch", "Watch", "is_watched"]
+__all__ = ["Change", "Touch", "Watch", "is_watched"]
 
 Shown = Literal["nothing", "guard", "view"]
 Change = Literal["cleared", "zeroed", "assigned"]
@@ -47,6 +47,10 @@ class Touch:
         divisor: What gradients are divided by when they arrive.
         num_touches: How often backward delivered a gradient in this window.
         num_predicted: How often it did in the previous one; None before the first.
+        num_before: How often it did the time before, for lanes that expect the larger of the two.
+        num_most: The largest number of times in one round of this window, for lanes that have rounds.
+        withdraws: Whether the user cleared what this rank has sent in this window, and other ranks were not
+            told yet.
     """
 
     slot: Slot
@@ -63,6 +67,9 @@ class Touch:
     divisor: int = 1
     num_touches: int = 0
     num_predicted: int | None = None
+    num_before: int = 0
+    num_most: int = 0
+    withdraws: bool = False
 
     @classmethod
     def of(cls, slot: Slot, view: torch.Tensor, divisor: int) -> Touch:
@@ -159,15 +166,26 @@ class Touch:
         """
         if change is None:
             return
-        gradient = self.slot.parameter.grad
-        if change == "assigned" and gradient is not None:
-            self.late, self.late_change = gradient.detach().clone(), "cleared"
-            self._bring(self.late, scale)
+        if change == "assigned":
+            self.late, self.late_change = self.take_assigned(scale), "cleared"
             self.show_guard()
             return
         self.late, self.late_change = None, change
         if change == "cleared":
             self.shown = "nothing"
+
+    def take_assigned(self, scale: float) -> torch.Tensor | None:
+        """Return a copy of what the user assigned to ``p.grad``, as this rank's share of the coming sum.
+
+        Args:
+            scale: Loss scale of the window.
+        """
+        gradient = self.slot.parameter.grad
+        if gradient is None:
+            return None
+        copy = gradient.detach().clone()
+        self._bring(copy, scale)
+        return copy
 
     def add_late(self, gradient: torch.Tensor, factor: float) -> None:
         """Keep a gradient that arrived after the buffer had left; several are summed in fp32 at least."""

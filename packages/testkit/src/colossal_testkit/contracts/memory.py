@@ -19,7 +19,9 @@ from colossal_testkit.contracts import memory_checks as checks
 from colossal_testkit.contracts.protection import Contract
 from colossal_testkit.models import MODELS, build_workload
 from colossal_testkit.parity import FP64, Recipe, check_parity, compare_traces, reference_trace, train_boosted
+from colossal_testkit.plays import LOOPS
 from colossal_testkit.ranks import run_ranks
+from colossal_testkit.stories import assert_same_story, expect
 from colossal_testkit.traces import compare_tensors, distance_of
 from colossal_testkit.traffic import check_words
 
@@ -92,6 +94,20 @@ class MemoryManagerContract(Contract, is_contract=True):
         self._check(
             Recipe(builder=build_workload, arguments=arguments, loop="twice", max_grad_norm=0.5), nproc
         )
+
+    @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+    @pytest.mark.parametrize("loop", sorted(LOOPS))
+    def test_surprising_loops_do_what_torch_does(self, loop: str) -> None:
+        """Branches, accumulation, clearing, assigning, hooks, errors, recomputation: on two ranks in fp64."""
+        story = attrs.evolve(
+            LOOPS[loop], pieces=(self.make_piece(),), registry=type(self).registry, shows_gradients=False
+        )
+
+        traces = run_ranks(checks.tell_twice, 2, story)
+
+        wanted = expect(story, 2)
+        for played in zip(*traces, strict=True):
+            assert_same_story(played, wanted)
 
     @pytest.mark.parametrize("nproc", [2, 3])
     def test_holding_reductions_back_changes_nothing(self, nproc: int) -> None:

@@ -26,6 +26,8 @@ from colossal_testkit.parity import (
     take_steps,
 )
 from colossal_testkit.pool.groups import list_groups
+from colossal_testkit.stories import Story, tell, tiny_buffers
+from colossal_testkit.stories import Trace as StoryTrace
 from colossal_testkit.traffic import Traffic, measure_traffic
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ __all__ = [
     "measure_live_bytes",
     "measure_step",
     "meet_non_finite",
+    "tell_twice",
     "train_serial_state",
     "watch_identities",
     "watch_untouched",
@@ -120,6 +123,13 @@ def build_warm(*, name: str, num_warm_steps: int = 2) -> Workload:
         work.optimizer.step()
         work.optimizer.zero_grad()
     return attrs.evolve(work, batches=work.batches[num_warm_steps:])
+
+
+def tell_twice(story: Story) -> tuple[StoryTrace, StoryTrace]:
+    """Play a story with buffers of the usual size, and with many small ones that leave during backward."""
+    one_buffer = tell(story)
+    with tiny_buffers():
+        return one_buffer, tell(story)
 
 
 def measure_step(

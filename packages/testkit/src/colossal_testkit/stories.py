@@ -9,9 +9,9 @@ both must agree to 1e-10 in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch import nn
 
 from colossal_core import Booster
 from colossal_core.runtime import buckets
+
+if TYPE_CHECKING:
+    from colossal_core.plugins import Registry
 
 __all__ = [
     "Awkward",
@@ -132,6 +135,9 @@ class Story:
         max_grad_norm: Bound of the gradient norm.
         calls: How often ``step()`` is called in a row.
         pieces: What the Booster is made of.
+        shows_gradients: Whether ``p.grad`` is looked at after each step. Managers that divide gradients show
+            guards there.
+        registry: Returns the registry that knows the pieces; None when they are installed.
     """
 
     play: Callable[[Turn], None]
@@ -142,6 +148,8 @@ class Story:
     max_grad_norm: float | None = None
     calls: int = 1
     pieces: tuple[object, ...] = ()
+    shows_gradients: bool = True
+    registry: Callable[[], Registry] | None = None
 
 
 @frozen
@@ -158,14 +166,16 @@ class Trace:
     gradients: list[dict[str, torch.Tensor | None]] = field(factory=list)
     norms: list[float] = field(factory=list)
 
-    def note(self, model: nn.Module, norm: float) -> None:
-        """Write down a step."""
+    def note(
+        self, model: nn.Module, weights: Mapping[str, torch.Tensor], norm: float, *, gradients: bool
+    ) -> None:
+        """Write down a step, with what ``p.grad`` shows if that is looked at."""
         named = dict(model.named_parameters())
-        self.weights.append({name: value.detach().clone() for name, value in named.items()})
+        self.weights.append({name: value.detach().clone() for name, value in weights.items()})
         self.gradients.append(
             {
                 name: None if value.grad is None else value.grad.detach().clone()
-                for name, value in named.items()
+                for name, value in (named if gradients else {}).items()
             }
         )
         self.norms.append(norm)
@@ -187,7 +197,12 @@ def tell(story: Story) -> Trace:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = story.build()
-    booster = Booster(*story.pieces, precision="fp64", max_grad_norm=story.max_grad_norm)
+    booster = Booster(
+        *story.pieces,
+        precision="fp64",
+        max_grad_norm=story.max_grad_norm,
+        registry=None if story.registry is None else story.registry(),
+    )
     model, optimizer = booster.boost(model, story.optimizer(model))
     trace = Trace()
     for step in range(story.steps):
@@ -195,7 +210,8 @@ def tell(story: Story) -> Trace:
         story.play(turn)
         for _ in range(story.calls):
             optimizer.step()
-            trace.note(model, float(optimizer.grad_norm))
+            with booster.full_parameters(model) as weights:
+                trace.note(model, weights, float(optimizer.grad_norm), gradients=story.shows_gradients)
         story.after(turn)
     return trace
 
@@ -228,7 +244,8 @@ def play_plain(
                 bound = float("inf") if story.max_grad_norm is None else story.max_grad_norm
                 norm = float(nn.utils.clip_grad_norm_(model.parameters(), bound))
                 optimizer.step()
-            trace.note(models[0], norm)
+            weights = dict(models[0].named_parameters())
+            trace.note(models[0], weights, norm, gradients=story.shows_gradients)
         for turn in turns:
             story.after(turn)
     return trace

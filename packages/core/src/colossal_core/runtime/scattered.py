@@ -1,0 +1,465 @@
+"""Lanes whose sums are divided: a reduce-scatter leaves each rank its shard of every buffer.
+
+The one idea: a window is a series of *rounds*. In each round every rank sends every buffer once, in the order
+fixed at build, and then a closing message; results of later rounds add to the shard. So a gradient that
+arrives after its buffer has left needs no special treatment: it starts another round.
+
+# Note [Closing a round]
+The closing message of a round is one small sum of integers. For each parameter it counts the ranks that had a
+gradient in this round (zero everywhere in all rounds means None), those that cleared what they had sent so
+far, and those that keep it; and it counts the ranks that start another round. While any does, all others join
+with zeros, so ranks may call backward a different number of times. It leaves when the next backward starts,
+or reaches a buffer that has left, or in ``step()``.
+
+Nothing is waited for inside backward, since that could deadlock with collectives of the model itself. What
+arrives while the memory of its buffer is still on its way is kept aside, and a round that cannot be closed
+yet is *owed*: where rounds begin and end follows from what the user does, never from how fast messages are,
+so that ranks which do the same agree about what was cleared in which round.
+
+# Note [Memory of a round]
+A lane that reduces every backward gives the memory of a buffer's unreduced gradients back as soon as its
+result is there, by resizing the storage: the views of it stay valid objects, which nobody reads meanwhile.
+A lane that reduces once per window keeps that memory, and its shards are parts of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+import torch
+from attrs import define
+
+from colossal_core.runtime.lanes import PHASE, AbstractLane, Terms
+
+if TYPE_CHECKING:
+    from colossal_core.runtime.collectives import Collectives, Pending
+    from colossal_core.runtime.flat import FlatBuffer, Slot
+    from colossal_core.runtime.mesh import Group
+    from colossal_core.runtime.touch import Change, Touch
+
+__all__ = ["ScatteredLane", "Shard"]
+
+_BITS = 15
+"""Bits of one count in a closing message: four counts of up to 32767 ranks fit into 63 bits."""
+
+
+@final
+@define(eq=False)
+class Shard:
+    """This rank's part of the reduced gradients of one buffer.
+
+    Attributes:
+        buffer: The buffer.
+        start: First element of the part in the buffer.
+        gradient: The part, 1-D, ``span_numel`` elements; the same tensor for as long as the buffer lives.
+        is_inside: Whether it is a view of the buffer's own gradients.
+        total: What earlier rounds left, in fp32 at least; None while there is nothing to add to.
+        has_result: Whether a round of this window left a result in ``gradient``.
+    """
+
+    buffer: FlatBuffer
+    start: int
+    gradient: torch.Tensor
+    is_inside: bool
+    total: torch.Tensor | None = None
+    has_result: bool = False
+
+    def keep(self) -> None:
+        """Let what is there be added to, and its memory be used for the next round."""
+        if self.has_result and self.total is None:
+            wide = torch.promote_types(self.gradient.dtype, torch.float32)
+            stays = not self.is_inside and self.gradient.dtype == wide
+            self.total = self.gradient if stays else self.gradient.to(wide, copy=True)
+
+    def settle(self) -> None:
+        """Bring the total of several rounds into the gradient."""
+        if self.total is not None and self.total is not self.gradient:
+            self.gradient.copy_(self.total)
+        self.total, self.has_result = None, False
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """Return what this rank holds of a parameter; may be empty."""
+        first, last = slot.within(self.start, self.start + self.gradient.numel())
+        return (self.gradient if self.total is None else self.total)[first - self.start : last - self.start]
+
+
+@define(eq=False)
+class _Message:
+    """Something on its way: a buffer, or the closing message of a round.
+
+    Attributes:
+        index: The buffer; None for a closing message.
+        pending: The collective.
+        result: What it leaves.
+        is_first: Whether a closing message is the first of its window.
+    """
+
+    index: int | None
+    pending: Pending
+    result: torch.Tensor
+    is_first: bool = False
+
+
+@final
+class ScatteredLane(AbstractLane):
+    """A lane whose sums are divided among the ranks of its group."""
+
+    hears_ends = True
+
+    def __init__(
+        self,
+        group: Group,
+        shards: Sequence[Shard],
+        collectives: Collectives,
+        terms: Terms,
+        *,
+        everyone: Group,
+        copies: Group,
+        each_backward: bool,
+    ) -> None:
+        """Take buffers with gradient memory.
+
+        Args:
+            group: Ranks among which the buffers are divided.
+            shards: This rank's part of each buffer, in launch order.
+            collectives: Where reductions go.
+            terms: Of the window.
+            everyone: Ranks over which gradients are summed: those of ``group``, times those of ``copies``.
+            copies: Ranks that hold the same shard.
+            each_backward: Whether every backward is reduced as a round of its own, and the memory of
+                unreduced gradients given back; otherwise backward passes of a window add up before.
+        """
+        self._shards = shards
+        self._everyone = everyone
+        self._copies = copies
+        self._each_backward = each_backward
+        self._on_their_way: deque[_Message] = deque()
+        self._busy: set[int] = set()
+        self._flags: set[Touch] = set()
+        self._held: set[Touch] = set()
+        self._kept: set[Touch] = set()
+        self._reduced: set[Touch] = set()
+        self._begun = False
+        self._is_first_round = True
+        self._has_arrivals = False
+        self._has_ended = False
+        self._num_owed = 0
+        self._is_outdated = False
+        self._goes_on = False
+        self._set_up(group, [shard.buffer for shard in shards], collectives, terms)
+        self._all = [touch for touches in self.touches for touch in touches]
+        self._give_memory_back()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups whose channel this lane uses."""
+        return (self.group, self._everyone, self._copies)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether backward has delivered a gradient in this window."""
+        return self._has_arrivals
+
+    # --- inside backward ------------------------------------------------------------------------------------
+
+    def before_accumulation(self, index: int, touch: Touch) -> None:
+        """Take note of what the user did, and start a new round where this gradient needs one."""
+        self._begin()
+        self._observe(touch)
+        self._collect(waits=False)
+        if self._has_ended:
+            self._has_ended = False
+            self._num_owed += 1
+        elif self._num_owed == 0 and (index < self.next or touch.withdraws):
+            self._num_owed = 1
+        self._pay_rounds()
+        if self._receives(index, touch):
+            self._fold(index, touch)
+            touch.slot.parameter.grad = self._terms.accumulation_target(touch)
+        else:
+            touch.slot.parameter.grad = None
+
+    def after_accumulation(self, index: int, touch: Touch, *, counts: bool) -> None:
+        """Move a new gradient into the buffer and launch what is complete."""
+        touch.num_touches += 1
+        self._has_arrivals = True
+        gradient = touch.slot.parameter.grad
+        receives = self._receives(index, touch)
+        if not counts:  # as if this rank had not run backward
+            touch.show_again()
+        elif gradient is None:  # another hook has cleared it again
+            self._note(touch, None)
+        elif self.is_reduced:
+            self._is_outdated = True
+            touch.show_guard()
+        elif receives:
+            self._make_room(index)
+            touch.add(gradient, self._terms.factor(touch))
+            touch.show_guard()
+        else:
+            touch.add_late(gradient.detach(), self._terms.factor(touch))
+            touch.show_guard()
+        if receives and touch.num_touches == touch.num_predicted:
+            self.waiting[index] -= 1
+            self._launch_ready()
+
+    def end_backward(self) -> None:
+        """Send what this backward left, where every backward is a round.
+
+        A backward inside another one, which a reentrant checkpoint runs, ends as well: as long as parameters
+        are missing that came the time before, it is not over.
+        """
+        is_over = all(touch.num_touches >= (touch.num_predicted or 0) for touch in self._all)
+        if self._each_backward and is_over and self._may_launch:
+            self._has_ended = True
+            self._collect(waits=False)
+            while self.next < len(self.buffers) and self.next not in self._busy:
+                self._launch_next()
+
+    # --- in step --------------------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """Close rounds until no rank starts another one."""
+        if self.is_reduced:
+            changed = [touch for touch in self._all if touch.changed_by_user() is not None]
+            note = torch.tensor([float(self._is_outdated or bool(changed))], device=self.buffers[0].device)
+            self._collectives.all_reduce(note, self._everyone, phase=PHASE).wait()
+            return bool(note.item() > 0)
+        self._begin()
+        self._goes_on = True
+        while self._goes_on:
+            self._close()
+            self._collect(waits=True)
+        for shard in self._shards:
+            shard.settle()
+        sums = [
+            self._collectives.all_reduce(shard.gradient, self._copies, phase=PHASE) for shard in self._shards
+        ]
+        for pending in sums:
+            pending.wait()
+        for touch in self._all:
+            touch.is_live = touch in self._reduced
+        self.is_reduced = True
+        return False
+
+    def drain(self) -> None:
+        """Send and await what has not left."""
+        if not self.is_reduced:
+            self.finish()
+
+    def open_next(self) -> None:
+        """Close the window: what was touched predicts the next one."""
+        for touch in self._all:
+            num_most = max(touch.num_most, touch.num_touches)
+            if self._has_arrivals:  # waiting for what came the time before costs less than a round
+                touch.num_predicted, touch.num_before = max(num_most, touch.num_before), num_most
+            touch.num_touches = touch.num_most = 0
+            touch.late, touch.wide = None, None
+            touch.was_sent = touch.withdraws = False
+        for shard in self._shards:
+            shard.settle()
+        self._flags.clear()
+        self._held.clear()
+        self._kept.clear()
+        self._reduced.clear()
+        self._begun = self._has_arrivals = self._has_ended = self._is_outdated = False
+        self._num_owed = 0
+        self._is_first_round = True
+        self.next, self.is_reduced = 0, False
+        self.disputed.clear()
+        self.predict()
+
+    # --- what arrives ---------------------------------------------------------------------------------------
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether messages may leave from inside backward now."""
+        return self.launches_early and not self.is_reduced and self._terms.num_holds == 0
+
+    def _begin(self) -> None:
+        """Open the window: keep the gradients of the last step that the user did not clear."""
+        if self._begun:
+            return
+        self._begun = True
+        scale = self._terms.scale()
+        for shard, touches in zip(self._shards, self.touches, strict=True):
+            changes = {touch: touch.changed_by_user() for touch in touches}
+            held = {touch for touch in touches if touch.is_live}
+            kept = {touch for touch in held if changes[touch] is None}
+            self._held |= held
+            self._kept |= kept
+            if kept:
+                shard.has_result = True
+                shard.keep()
+            for touch in touches:
+                touch.is_live = False
+                if touch in kept:
+                    touch.was_sent = True
+                    self._reduced.add(touch)
+                    # The sums that follow are divided once more, and those over copies come to this as well.
+                    carried = 1.0 if touch.carried is None else touch.carried
+                    shard.part_of(touch.slot).mul_(
+                        carried * scale * shard.buffer.late_divisor / self._copies.size
+                    )
+                elif kept:
+                    shard.part_of(touch.slot).zero_()
+                touch.carried = None
+                self._take(touch, changes[touch])
+
+    def _observe(self, touch: Touch) -> None:
+        """Take note of what the user did to ``p.grad`` since it was last looked at."""
+        self._take(touch, touch.changed_by_user())
+
+    def _take(self, touch: Touch, change: Change | None) -> None:
+        """Bring what this rank has of a parameter in line with what the user did."""
+        if change == "cleared":
+            self._note(touch, None)
+        elif change == "zeroed":
+            self._note(touch, touch.view.new_zeros(()).expand(touch.view.shape))
+        elif change == "assigned":
+            self._note(touch, touch.take_assigned(self._terms.scale()))
+
+    @staticmethod
+    def _note(touch: Touch, gradient: torch.Tensor | None) -> None:
+        """Replace what this rank brings for a parameter, and withdraw what it has sent."""
+        touch.withdraws = touch.withdraws or touch.was_sent
+        touch.is_live, touch.wide, touch.late = False, None, gradient
+        if gradient is None:
+            touch.show_nothing()
+        else:
+            touch.show_guard()
+
+    def _receives(self, index: int, touch: Touch) -> bool:
+        """Whether a gradient can be put into its buffer now."""
+        is_free = index >= self.next and index not in self._busy
+        return is_free and self._num_owed == 0 and not touch.withdraws and not self.is_reduced
+
+    def _make_room(self, index: int) -> None:
+        """Make sure that the memory of unreduced gradients is there and free."""
+        self._shards[index].keep()
+        self.buffers[index].restore_gradients()
+
+    def _fold(self, index: int, touch: Touch) -> None:
+        """Put what was kept aside into the buffer."""
+        late, touch.late = touch.late, None
+        if late is not None:
+            self._make_room(index)
+            touch.add(late, 1.0)
+
+    # --- rounds ---------------------------------------------------------------------------------------------
+
+    def _launch_ready(self) -> None:
+        """Launch, in order, every complete buffer whose memory is free."""
+        while (
+            self._may_launch
+            and (self._each_backward or self._is_first_round)
+            and self.next < len(self.buffers)
+            and self.waiting[self.next] == 0
+            and self.next not in self._busy
+        ):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        """Bring the next buffer in line with what the user did to ``p.grad``, and send it."""
+        index = self.next
+        buffer, shard = self.buffers[index], self._shards[index]
+        self._make_room(index)
+        for touch in self.touches[index]:
+            self._observe(touch)
+            if not touch.withdraws and self._num_owed == 0:
+                self._fold(index, touch)
+            touch.narrow()
+            if touch.is_live:
+                self._flags.add(touch)
+                touch.was_sent, touch.is_live = True, False
+            else:
+                touch.view.zero_()
+        output = shard.gradient if shard.total is None else torch.empty_like(shard.gradient)
+        pending = self._collectives.reduce_scatter(output, buffer.gradients, self.group, phase=PHASE)
+        self._on_their_way.append(_Message(index, pending, output))
+        self._busy.add(index)
+        self.next += 1
+
+    def _pay_rounds(self) -> None:
+        """Close the rounds that are owed, as far as nothing has to be waited for."""
+        while (
+            self._num_owed and self._may_launch and self._busy.isdisjoint(range(self.next, len(self.buffers)))
+        ):
+            self._close()
+
+    def _close(self) -> None:
+        """Send what the round still lacks and its closing message, and open the next; see the notes above."""
+        while self.next < len(self.buffers):
+            while self.next in self._busy:
+                self._collect_first()
+            self._launch_next()
+        counts = []
+        for touch in self._all:
+            self._observe(touch)
+            keeps = touch.was_sent and not touch.withdraws
+            columns = (touch in self._flags, keeps, touch.withdraws, touch in self._kept)
+            counts.append(sum(int(count) << _BITS * place for place, count in enumerate(columns)))
+            touch.was_sent, touch.withdraws = keeps, False
+        starts_another = self._num_owed > 0 or any(touch.late is not None for touch in self._all)
+        message = torch.tensor([*counts, int(starts_another)], device=self.buffers[0].device)
+        pending = self._collectives.all_reduce(message, self._everyone, phase=PHASE)
+        self._on_their_way.append(_Message(None, pending, message, self._is_first_round))
+        self._flags.clear()
+        self._is_first_round = False
+        self._num_owed = max(self._num_owed - 1, 0)
+        self.next = 0
+        if self._each_backward:
+            for touch in self._all:
+                touch.num_most, touch.num_touches = max(touch.num_most, touch.num_touches), 0
+        self.predict()
+
+    # --- what comes back ------------------------------------------------------------------------------------
+
+    def _collect(self, *, waits: bool) -> None:
+        """Process what has come back, in the order in which it was sent."""
+        while self._on_their_way and (waits or self._on_their_way[0].pending.is_done()):
+            self._collect_first()
+
+    def _collect_first(self) -> None:
+        """Wait for the oldest message, and process it."""
+        message = self._on_their_way.popleft()
+        message.pending.wait()
+        if message.index is None:
+            self._read_closing(message)
+            return
+        shard = self._shards[message.index]
+        self._busy.discard(message.index)
+        if message.result is shard.gradient:
+            shard.has_result = True
+        elif shard.total is not None:
+            shard.total.add_(message.result)
+        if self._each_backward:
+            shard.buffer.release_gradients()
+
+    def _read_closing(self, message: _Message) -> None:
+        """Learn what all ranks had, kept and withdrew."""
+        *counts, others = message.result.tolist()
+        mask = (1 << _BITS) - 1
+        position = 0
+        for shard, touches in zip(self._shards, self.touches, strict=True):
+            for touch in touches:
+                count = counts[position]
+                flags, keeps, withdrawn, carried = (count >> _BITS * place & mask for place in range(4))
+                position += 1
+                if flags:
+                    self._reduced.add(touch)
+                is_held = message.is_first and touch in self._held
+                if (withdrawn and keeps) or (is_held and 0 < carried < self._everyone.size):
+                    self.disputed.append(touch.slot.name)
+                elif withdrawn:
+                    self._reduced.discard(touch)
+                    shard.part_of(touch.slot).zero_()
+        self._goes_on = others > 0
+
+    def _give_memory_back(self) -> None:
+        """Hold no memory of unreduced gradients between windows, where every backward is a round."""
+        if self._each_backward:
+            for buffer in self.buffers:
+                buffer.release_gradients()

@@ -1,0 +1,178 @@
+"""The memory managers ``zero1`` and ``zero2``: each rank updates its shard of every flat buffer.
+
+The one idea: what ``replicated`` does with whole buffers is done with shards. Gradients arrive by
+reduce-scatter instead of all-reduce, the optimizer runs on the shard, and the updated values are gathered in
+place, buffer by buffer, while the next buffers are still being updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from colossal_core.errors import CapabilityError
+from colossal_core.mesh import GroupSpec
+from colossal_core.runtime.flat_manager import AbstractFlatManager, Owned
+from colossal_core.runtime.scattered import ScatteredLane, Shard
+from colossal_core.runtime.segments import OwnedRange
+from colossal_zero.division import copies_of, divided_over
+from colossal_zero.exchange import exchange_states
+from colossal_zero.sizes import estimate_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_core.runtime.buckets import LanePlan
+    from colossal_core.runtime.collectives import Pending
+    from colossal_core.runtime.context import Context
+    from colossal_core.runtime.flat import FlatBuffer
+    from colossal_core.runtime.mesh import Group
+    from colossal_core.runtime.precision import Precision
+    from colossal_core.runtime.table import Entry, ParameterTable
+    from colossal_zero.options import Zero
+
+__all__ = ["ZeroManager"]
+
+PHASE = "parameters"
+
+
+@final
+class ZeroManager(AbstractFlatManager):
+    """Divides optimizer state and masters, and from stage 2 gradients, among data ranks."""
+
+    def __init__(self, options: Zero) -> None:
+        """Remember the options; see :class:`colossal_zero.Zero`.
+
+        Raises:
+            CapabilityError: They ask for what is not there yet.
+        """
+        if options.stage == 3:
+            raise CapabilityError(
+                "Zero(stage=3) is not there yet: parameters stay whole on every rank",
+                hint="use Zero(stage=2)",
+            )
+        if options.offload is not None:
+            raise CapabilityError(
+                f"Zero(offload={options.offload!r}) is not there yet", hint="leave offload out"
+            )
+        self.options = options
+
+    def groups(self, table: ParameterTable) -> Iterable[GroupSpec]:
+        """Return the groups that divide and copy what the table sums."""
+        for entry in table:
+            yield divided_over(entry, table.layout)
+            yield copies_of(entry.reduce, table.layout)
+
+    def attach(
+        self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
+    ) -> None:
+        """Divide the parameters' buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`."""
+        guards = context.mesh.layout.world_size > 1 or context.precision.is_narrow
+        self._shows_gradients = not guards
+        self._attach(models, optimizers, context, guards=guards)
+
+    @property
+    def shows_gradients(self) -> bool:
+        """True on one rank."""
+        return self._shows_gradients
+
+    def _divided(self, entry: Entry) -> GroupSpec:
+        """Return the ranks among which the buffer of a parameter is divided."""
+        return divided_over(entry, self._context.mesh.layout)
+
+    def _take_lane(self, owned: Owned, plan: LanePlan) -> None:
+        """Allocate buffers and this rank's shards."""
+        mesh, channel = self._context.mesh, owned.channel
+        everyone = mesh.group(plan.reduce, channel)
+        group = mesh.group(plan.divided, channel)
+        if group.size == 1:
+            owned.ranges.extend(OwnedRange.whole(buffer) for buffer in plan.buffers)
+            owned.window.add_summed_lane(everyone, plan.buffers)
+            return
+        shards = []
+        for buffer in plan.buffers:
+            held = self._divide(buffer, group, plan.divided)
+            owned.ranges.append(held)
+            is_inside = self.options.stage == 1
+            shards.append(Shard(buffer, held.start, held.gradient, is_inside=is_inside))
+        owned.window.add_lane(
+            ScatteredLane(
+                group,
+                shards,
+                self._context.collectives,
+                owned.window.terms,
+                everyone=everyone,
+                copies=mesh.group(copies_of(plan.reduce, mesh.layout), channel),
+                each_backward=self.options.stage > 1,
+            )
+        )
+
+    def _divide(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
+        """Allocate one buffer, and what this rank keeps of it."""
+        span = buffer.span_numel
+        start, stop = group.index * span, (group.index + 1) * span
+        master = None
+        if buffer.kind.dtype.itemsize == 2:
+            master = torch.zeros(span, dtype=torch.float32, device=buffer.device)
+        buffer.take_values(master=master, start=start)
+        buffer.allocate_gradients()
+        gradient = buffer.gradients[start:stop]
+        if self.options.stage > 1:
+            gradient = torch.zeros_like(gradient)
+        values = buffer.values[start:stop]
+        return OwnedRange(
+            buffer, start, stop, values, values if master is None else master, gradient, divided
+        )
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def _publish(self, owned: Owned, live: Callable[[Any], bool]) -> Callable[[int], None]:
+        """Gather each divided buffer as soon as this rank's shard of it is updated."""
+        pending: list[Pending] = []
+        ranges = iter(enumerate(owned.ranges))
+        upcoming = next(ranges, None)
+
+        def updated(count: int) -> None:
+            nonlocal upcoming
+            while upcoming is not None and upcoming[0] < count:
+                held = upcoming[1]
+                if held.divided.axes and any(live(slot) for slot in held.buffer.slots):
+                    group = self._context.mesh.group(held.divided, owned.channel)
+                    pending.append(
+                        self._context.collectives.all_gather(
+                            held.buffer.values, held.values, group, phase=PHASE
+                        )
+                    )
+                upcoming = next(ranges, None)
+            if upcoming is None:
+                for gather in pending:
+                    gather.wait()
+                pending.clear()
+
+        return updated
+
+    # --- books ----------------------------------------------------------------------------------------------
+
+    def _whole_gradient(self, held: OwnedRange) -> torch.Tensor:
+        """Gather the reduced gradients of one buffer."""
+        if not held.divided.axes:
+            return held.gradient
+        whole = torch.empty(held.buffer.padded_numel, dtype=held.gradient.dtype, device=held.buffer.device)
+        group = self._context.mesh.group(held.divided)
+        self._context.collectives.all_gather(whole, held.gradient, group, phase="inspection").wait()
+        return whole
+
+    def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the optimizer's state by parameter, gathered from the ranks that own it; collective."""
+        owned = self._owned[optimizer]
+        if owned.driver is None:
+            return {}
+        return exchange_states(owned.driver, self._context)
+
+    def estimate(
+        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
+    ) -> Mapping[str, int]:
+        """Return bytes per rank by category, padding included."""
+        return estimate_table(self.options, table, precision, optimizer_states)
