@@ -200,7 +200,7 @@ def _collect(engine: Engine, name: str, average: Average | None) -> Collected:
             f"the average is not one of model {name!r}",
             hint="pass what booster.average(model, decay) returned",
         )
-    averaged = average_holdings(engine, list(average.places()))
+    averaged = average_holdings(engine, name, average)
     specs = {
         key: evolve(spec, dtype=averaged.specs[key].dtype) if key in averaged.specs else spec
         for key, spec in collected.specs.items()

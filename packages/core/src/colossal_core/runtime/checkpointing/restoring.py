@@ -202,9 +202,9 @@ def _match_optimizers(engine: Engine, manifest: Manifest, findings: _Findings) -
 def _match_averages(engine: Engine, manifest: Manifest, findings: _Findings) -> Iterator[Pair]:
     """Yield the tensors of running averages that fit, and note what does not."""
     stored = {name: record for name, record in manifest.objects.items() if record.kind == "average"}
-    for index, (_, average) in enumerate(engine.averages):
+    for index, (model, average) in enumerate(engine.averages):
         name = average_name(index)
-        wanted = average_holdings(engine, list(average.places()))
+        wanted = average_holdings(engine, model, average)
         yield from _match(f"{name}: ", stored.pop(name, None), wanted, findings)
     findings.unexpected.extend(f"{name!r} (call booster.average() before load)" for name in stored)
 

@@ -219,7 +219,7 @@ class Saver:
             objects.append(self._part_of(optimizer_name(index), "optimizer", collected, details))
         for index, (model_name, average) in enumerate(engine.averages):
             details = {"model": model_name, "decay": average.decay, "num_updates": average.num_updates}
-            collected = average_holdings(engine, list(average.places()))
+            collected = average_holdings(engine, model_name, average)
             objects.append(self._part_of(average_name(index), "average", collected, details))
         head = Manifest(
             step=engine.num_steps,

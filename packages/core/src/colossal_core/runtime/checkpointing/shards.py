@@ -24,6 +24,7 @@ from colossal_core.errors import CapabilityError
 from colossal_core.mesh import MeshLayout
 
 if TYPE_CHECKING:
+    from colossal_core.runtime.averages import Average
     from colossal_core.runtime.engine import Engine
     from colossal_core.runtime.table import Entry, Key, ParameterTable, Part, Place
 
@@ -198,15 +199,29 @@ def optimizer_holdings(engine: Engine, index: int, *, places: PlacesByKey | None
     return found
 
 
-def average_holdings(engine: Engine, places: Sequence[Place]) -> Collected:
-    """Return what this rank holds of a running average, under the names of the model's parameters."""
+def average_holdings(engine: Engine, model: str, average: Average) -> Collected:
+    """Return what this rank holds of a running average, under the names of the model's parameters.
+
+    Args:
+        engine: The built pieces.
+        model: Name of the model.
+        average: One of its averages.
+    """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
+    places: dict[Key, list[Place]] = {}
+    for place in average.places():
+        places.setdefault(table[place.key].key, []).append(place)
     found = Collected()
-    for place in places:
-        entry = table[place.key]
-        spec = Spec(dtype=place.tensor.dtype, shape=entry.shape)
-        name = plain_name(entry.name)
-        found.add(name, spec, holdings_of(name, [place], table, layout, rank))
+    for entry, parameter in table.parameters():
+        names = [name for owner, name in (entry.key, *entry.aliases) if owner == model]
+        if names and parameter.is_floating_point():
+            name = plain_name(names[0])
+            # As averages are kept: also said by ranks that hold nothing of this parameter.
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            kept = places.get(entry.key, [])
+            found.add(
+                name, Spec(dtype=dtype, shape=entry.shape), holdings_of(name, kept, table, layout, rank)
+            )
     return found
 
 
