@@ -106,6 +106,30 @@ class AbstractMemoryManager(ABC):
     def places(self) -> Iterator[Place]:
         """Publish where values, masters, gradients and states live on this rank: the second book."""
 
+    def kept_places(self) -> Iterator[Place]:
+        """Publish where the most that is known of each parameter lives on this rank, divided as updates are.
+
+        That is its masters, or its values where it has none. Running averages follow these. The default
+        serves managers whose masters and values are divided alike.
+        """
+        places = list(self.places())
+        masters = {place.key for place in places if place.state == "master"}
+        for place in places:
+            if place.state == "master" or (place.state == "value" and place.key not in masters):
+                yield place
+
+    def publish_values(self) -> None:
+        """Let models compute with what :meth:`kept_places` hold now; collective, on every rank.
+
+        The default narrows masters into values, for managers that divide both alike.
+        """
+        places = list(self.places())
+        masters = {(p.key, p.start): p.tensor for p in places if p.state == "master"}
+        for place in places:
+            master = masters.get((place.key, place.start))
+            if place.state == "value" and master is not None:
+                place.tensor.copy_(master.view(place.tensor.shape))
+
     @abstractmethod
     def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the optimizer's state by parameter, in full shapes; may communicate, on every rank."""

@@ -1,13 +1,13 @@
 """Running averages of parameters, kept where the parameters are kept.
 
-The one idea: the memory manager's places say which tensors of this rank hold the values (the masters, where
-there are any), so an average is one more tensor beside each of them: sharded exactly like the model, updated
-without communication, and shown by exchanging it with the values.
+The one idea: the memory manager says where the most that is known of each parameter lives on this rank:
+masters, where there are any, in the range that it updates. An average is one more tensor beside each of
+these: divided like them, updated without communication, and shown by exchanging it with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -36,12 +36,13 @@ class Average:
         is_shown: Whether the model computes with it at this moment.
     """
 
-    def __init__(self, places: Sequence[Place], decay: float) -> None:
+    def __init__(self, places: Sequence[Place], decay: float, publish: Callable[[], None]) -> None:
         """Start from the current values.
 
         Args:
-            places: Places of the state ``"value"`` and ``"master"`` of the parameters to average.
+            places: Where the most that is known of each parameter lives on this rank.
             decay: Weight of the past.
+            publish: Lets the model compute with what these places hold; collective.
 
         Raises:
             UsageError: ``decay`` is outside ``[0, 1)``.
@@ -51,21 +52,13 @@ class Average:
         self.decay = decay
         self.num_updates = 0
         self.is_shown = False
-        masters = {(place.key, place.start): place for place in places if place.state == "master"}
-        self._places: list[Place] = []
-        self._values: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        self._averages: list[torch.Tensor] = []
-        for place in places:
-            if place.state != "value" or not place.tensor.is_floating_point():
-                continue
-            kept = masters.get((place.key, place.start), place)
-            source = kept.tensor
-            wide = source if source.dtype.itemsize >= torch.float32.itemsize else source.float()
-            self._places.append(kept)
-            self._values.append(place.tensor)
-            self._sources.append(source)
-            self._averages.append(wide.detach().clone())
+        self._publish = publish
+        self._places = [place for place in places if place.tensor.is_floating_point()]
+        self._sources = [place.tensor for place in self._places]
+        self._averages = [
+            source.detach().to(torch.promote_types(source.dtype, torch.float32), copy=True)
+            for source in self._sources
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -81,13 +74,14 @@ class Average:
     def applied(self) -> Iterator[None]:
         """Let the model compute with the averages within this context; the values come back afterwards.
 
+        Collective where ranks hold parts of parameters.
+
         Raises:
             UsageError: A parameter was changed meanwhile, as an optimizer step does; the changes are lost.
         """
-        kept = [value.detach().clone() for value in self._values]
-        with torch.no_grad():
-            torch._foreach_copy_(self._values, self._averages)
-        versions = [value._version for value in self._values]
+        kept = [source.detach().clone() for source in self._sources]
+        self._exchange(self._averages)
+        versions = [source._version for source in self._sources]
         self.is_shown = True
         try:
             yield
@@ -95,16 +89,22 @@ class Average:
             self.is_shown = False
             changed = [
                 place.key[1]
-                for place, value, version in zip(self._places, self._values, versions, strict=True)
-                if value._version != version
+                for place, source, version in zip(self._places, self._sources, versions, strict=True)
+                if source._version != version
             ]
-            with torch.no_grad():
-                torch._foreach_copy_(self._values, kept)
+            self._exchange(kept)
         if changed:
             raise UsageError(
                 f"parameter {changed[0]!r} was changed while averages were shown; the change is lost",
                 hint="only evaluate inside average.applied()",
             )
+
+    @torch.no_grad()
+    def _exchange(self, values: list[torch.Tensor]) -> None:
+        """Put values where those of the parameters are kept, and let the model compute with them."""
+        if values:
+            torch._foreach_copy_(self._sources, values)
+        self._publish()
 
     def places(self) -> Iterator[Place]:
         """Publish where the averages live on this rank: beside the values, and divided like them."""

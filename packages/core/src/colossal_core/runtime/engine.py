@@ -229,8 +229,8 @@ class Engine:
         """Start a running average of a model; it is updated after real steps of the model's optimizers."""
         mine = set(model.parameters())
         table = self.context.table
-        places = [place for place in self.manager.places() if table.tensor(table[place.key]) in mine]
-        average = Average(places, decay)
+        places = [place for place in self.manager.kept_places() if table.tensor(table[place.key]) in mine]
+        average = Average(places, decay, self.manager.publish_values)
         followed = {
             index
             for index, optimizer in enumerate(self.optimizers)

@@ -344,6 +344,29 @@ class AbstractFlatManager(AbstractMemoryManager):
             if entry.parts and tensor not in taken:
                 yield Place(key=entry.key, state="value", tensor=tensor.detach())
 
+    def kept_places(self) -> Iterator[Place]:
+        """Publish masters, or values, of the ranges that this rank updates, and whole what nobody updates."""
+        taken: set[torch.Tensor] = set()
+        for owned in self._owned:
+            self._take_edits(owned)
+            for held in owned.ranges:
+                taken.update(slot.parameter for slot in held.buffer.slots)
+                yield from held.places("master" if held.keeps_master else "value", held.master)
+        for entry, parameter in self._context.table.parameters():
+            if entry.parts and parameter not in taken:
+                yield Place(key=entry.key, state="value", tensor=parameter.detach())
+
+    @torch.no_grad()
+    def publish_values(self) -> None:
+        """Narrow masters into values, and gather those that are divided."""
+        for owned in self._owned:
+            for held in owned.ranges:
+                if held.keeps_master:
+                    held.values.copy_(held.master)
+            self._publish(owned, lambda _: True)(len(owned.ranges))
+            for held in owned.ranges:
+                held.buffer.note_versions()
+
     def _idle_places(self, driver: SegmentedOptimizer) -> Iterator[Place]:
         """Publish the states of parameters that are in no group at present."""
         home: dict[torch.Tensor, tuple[OwnedRange, Slot]] = {
