@@ -36,3 +36,21 @@ class TestZero2(MemoryManagerContract):
     def live_bytes(self, num_elements: int, num_ranks: int) -> float:
         """Values whole; gradients and two moments divided, all in fp32."""
         return 4 * num_elements * (1 + 3 / num_ranks)
+
+
+class TestZero3(MemoryManagerContract):
+    """Parameters are divided, too."""
+
+    gathers_in_forward = True
+
+    def make_piece(self) -> Zero:
+        """Return the options."""
+        return Zero(stage=3)
+
+    def words_per_step(self, num_elements: int, num_ranks: int) -> float:
+        """Reduce-scatter of gradients, gathers of values for forward and for backward."""
+        return 3 * (num_ranks - 1) / num_ranks * num_elements
+
+    def live_bytes(self, num_elements: int, num_ranks: int) -> float:
+        """Values, gradients and two moments divided, all in fp32."""
+        return 4 * num_elements * 4 / num_ranks

@@ -17,6 +17,7 @@ from colossal_testkit.stories import Awkward, Story, Turn, batch_of
 
 __all__ = [
     "LOOPS",
+    "UNEVEN",
     "Recomputed",
     "accumulate",
     "accumulate_by_rank",
@@ -348,3 +349,16 @@ LOOPS: Mapping[str, Story] = {
     "recompute": Story(play=recompute, build=Recomputed, steps=5),
 }
 """Stories by name, without the pieces."""
+
+UNEVEN = frozenset(
+    {
+        "accumulate_by_rank",
+        "branch_by_rank_and_step",
+        "break_and_keep",
+        "keep",
+        "play_on_last_rank_only",
+        "step_twice",
+        "zero_after",
+    }
+)
+"""Those in which ranks run their models a different number of times."""

@@ -15,7 +15,7 @@ import torch
 
 from colossal_core.errors import CapabilityError
 from colossal_core.mesh import GroupSpec
-from colossal_core.runtime.segments import is_like
+from colossal_core.states import is_like
 
 if TYPE_CHECKING:
     from colossal_core.runtime.collectives import Collectives

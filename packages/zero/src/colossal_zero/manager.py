@@ -2,7 +2,8 @@
 
 The one idea: what ``replicated`` does with whole buffers is done with shards. Gradients arrive by
 reduce-scatter instead of all-reduce, the optimizer runs on the shard, and the updated values are gathered in
-place, buffer by buffer, while the next buffers are still being updated.
+place, buffer by buffer, while the next buffers are still being updated. What ``zero3`` does alike is in the
+abstract manager.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     from colossal_core.runtime.table import Entry, ParameterTable
     from colossal_zero.options import Zero
 
-__all__ = ["ZeroManager"]
+__all__ = ["AbstractZeroManager", "ZeroManager"]
 
 PHASE = "parameters"
 
 
-@final
-class ZeroManager(AbstractFlatManager):
-    """Divides optimizer state and masters, and from stage 2 gradients, among data ranks."""
+class AbstractZeroManager(AbstractFlatManager):
+    """Divides gradients and optimizer state among data ranks."""
 
     def __init__(self, options: Zero) -> None:
         """Remember the options; see :class:`colossal_zero.Zero`.
@@ -48,11 +48,6 @@ class ZeroManager(AbstractFlatManager):
         Raises:
             CapabilityError: They ask for what is not there yet.
         """
-        if options.stage == 3:
-            raise CapabilityError(
-                "Zero(stage=3) is not there yet: parameters stay whole on every rank",
-                hint="use Zero(stage=2)",
-            )
         if options.offload is not None:
             raise CapabilityError(
                 f"Zero(offload={options.offload!r}) is not there yet", hint="leave offload out"
@@ -121,10 +116,43 @@ class ZeroManager(AbstractFlatManager):
         gradient = buffer.gradients[start:stop]
         if self.options.stage > 1:
             gradient = torch.zeros_like(gradient)
-        values = buffer.values[start:stop]
+        values = self._keep_values(buffer, start)
         return OwnedRange(
             buffer, start, stop, values, values if master is None else master, gradient, divided
         )
+
+    def _keep_values(self, buffer: FlatBuffer, start: int) -> torch.Tensor:
+        """Return this rank's shard of the values of a buffer."""
+        return buffer.values[start : start + buffer.span_numel]
+
+    # --- books ----------------------------------------------------------------------------------------------
+
+    def _whole_gradient(self, held: OwnedRange) -> torch.Tensor:
+        """Gather the reduced gradients of one buffer."""
+        if not held.divided.axes:
+            return held.gradient
+        whole = torch.empty(held.buffer.padded_numel, dtype=held.gradient.dtype, device=held.buffer.device)
+        group = self._context.mesh.group(held.divided)
+        self._context.collectives.all_gather(whole, held.gradient, group, phase="inspection").wait()
+        return whole
+
+    def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the optimizer's state by parameter, gathered from the ranks that own it; collective."""
+        owned = self._owned[optimizer]
+        if owned.driver is None:
+            return {}
+        return exchange_states(owned.driver, self._context)
+
+    def estimate(
+        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
+    ) -> Mapping[str, int]:
+        """Return bytes per rank by category, padding included."""
+        return estimate_table(self.options, table, precision, optimizer_states)
+
+
+@final
+class ZeroManager(AbstractZeroManager):
+    """Keeps values whole on every rank."""
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -152,27 +180,3 @@ class ZeroManager(AbstractFlatManager):
                 pending.clear()
 
         return updated
-
-    # --- books ----------------------------------------------------------------------------------------------
-
-    def _whole_gradient(self, held: OwnedRange) -> torch.Tensor:
-        """Gather the reduced gradients of one buffer."""
-        if not held.divided.axes:
-            return held.gradient
-        whole = torch.empty(held.buffer.padded_numel, dtype=held.gradient.dtype, device=held.buffer.device)
-        group = self._context.mesh.group(held.divided)
-        self._context.collectives.all_gather(whole, held.gradient, group, phase="inspection").wait()
-        return whole
-
-    def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
-        """Return the optimizer's state by parameter, gathered from the ranks that own it; collective."""
-        owned = self._owned[optimizer]
-        if owned.driver is None:
-            return {}
-        return exchange_states(owned.driver, self._context)
-
-    def estimate(
-        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
-    ) -> Mapping[str, int]:
-        """Return bytes per rank by category, padding included."""
-        return estimate_table(self.options, table, precision, optimizer_states)

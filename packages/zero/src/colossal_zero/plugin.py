@@ -12,6 +12,12 @@ _SUMMARIES = {
     3: "Divide optimizer state, masters, gradients and parameters among data ranks.",
 }
 
+_TARGETS = {
+    1: "colossal_zero.manager:ZeroManager",
+    2: "colossal_zero.manager:ZeroManager",
+    3: "colossal_zero.parameters:DividedManager",
+}
+
 
 @hookimpl
 def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
@@ -21,7 +27,7 @@ def colossal_register_memory_managers() -> Iterable[MemoryManagerSpec]:
             name=f"zero{stage}",
             summary=summary,
             options=Target("colossal_zero.options:Zero"),
-            target=Target("colossal_zero.manager:ZeroManager"),
+            target=Target(_TARGETS[stage]),
             presets={"stage": stage},
             axes=(
                 AxisSpec(name="replica", divides_batch=True, gradients="average", degree="replica_degree"),

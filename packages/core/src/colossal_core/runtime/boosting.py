@@ -41,12 +41,14 @@ from colossal_core.runtime.copies import refuse_copies
 from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
 from colossal_core.runtime.launch import rendezvous_store
+from colossal_core.runtime.ledger import Ledger
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model, mark_boosted
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.precision import CastBorder, Precision, inner_borders
 from colossal_core.runtime.randomness import settle_randomness
+from colossal_core.runtime.standstill import Standstill
 from colossal_core.runtime.table import ParameterTable, check_groups
 
 if TYPE_CHECKING:
@@ -108,10 +110,11 @@ def build_engine(
     for model in objects.models.values():
         model.to(world.device)
     mesh = Mesh(proposed.layout, world.rank, world.device)
+    ledger = Ledger()
     context = Context(
         mesh=mesh,
         table=proposed.table,
-        collectives=Collectives(),
+        collectives=Collectives(ledger, standstill=Standstill.watch(rendezvous_store(), world.rank, ledger)),
         plan=plan,
         precision=proposed.precision,
         arrivals=Arrivals(LossScale() if plan.precision == "fp16" else None),

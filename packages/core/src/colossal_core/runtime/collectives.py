@@ -21,6 +21,7 @@ from colossal_core.runtime.ledger import Ledger, Transfer
 
 if TYPE_CHECKING:
     from colossal_core.runtime.mesh import Group
+    from colossal_core.runtime.standstill import Standstill
 
 __all__ = ["Collectives", "Pending"]
 
@@ -42,6 +43,7 @@ class Pending:
 
     _work: dist.Work | None = None
     _then: Callable[[], None] | None = None
+    _wait: Callable[[dist.Work], None] | None = None
 
     def is_done(self) -> bool:
         """Whether :meth:`wait` would not block; communicates nothing."""
@@ -51,7 +53,9 @@ class Pending:
         """Block until the result is there; a second call does nothing."""
         work, self._work = self._work, None
         then, self._then = self._then, None
-        if work is not None:
+        if work is not None and self._wait is not None:
+            self._wait(work)
+        elif work is not None:
             work.wait()
         if then is not None:
             then()
@@ -60,9 +64,15 @@ class Pending:
 class Collectives:
     """Collective operations on groups of a mesh, booked in a ledger."""
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
-        """Use the given ledger, or a new one."""
+    def __init__(self, ledger: Ledger | None = None, *, standstill: Standstill | None = None) -> None:
+        """Use the given ledger, or a new one.
+
+        Args:
+            ledger: Where operations are booked.
+            standstill: Watches waits that block the host; None where nobody watches.
+        """
         self.ledger = Ledger() if ledger is None else ledger
+        self._standstill = standstill
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, *, phase: str, op: Reduction = "sum") -> Pending:
         """Replace ``tensor`` by its sum (or maximum) over the group; the same bits on all members.
@@ -75,15 +85,16 @@ class Collectives:
         """
         if group.size == 1:
             return Pending()
-        self._book("all_reduce", tensor, group, phase)
-        return Pending(dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=True))
+        wait = self._book("all_reduce", tensor, group, phase)
+        return Pending(dist.all_reduce(tensor, _OPS[op], group=group.handle, async_op=True), wait=wait)
 
     def broadcast(self, tensor: torch.Tensor, group: Group, *, source: int, phase: str) -> Pending:
         """Replace ``tensor`` by that of the member at position ``source`` of the group."""
         if group.size == 1:
             return Pending()
-        self._book("broadcast", tensor, group, phase)
-        return Pending(dist.broadcast(tensor, group.ranks[source], group=group.handle, async_op=True))
+        wait = self._book("broadcast", tensor, group, phase)
+        work = dist.broadcast(tensor, group.ranks[source], group=group.handle, async_op=True)
+        return Pending(work, wait=wait)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: Group, *, phase: str) -> Pending:
         """Fill ``output`` with the shards of all members, in group order.
@@ -98,8 +109,9 @@ class Collectives:
             if not output.view(-1).is_set_to(shard.view(-1)):
                 output.view(-1).copy_(shard.view(-1))
             return Pending()
-        self._book("all_gather", output, group, phase)
-        return Pending(_ALL_GATHER(output.view(-1), shard.view(-1), group=group.handle, async_op=True))
+        wait = self._book("all_gather", output, group, phase)
+        work = _ALL_GATHER(output.view(-1), shard.view(-1), group=group.handle, async_op=True)
+        return Pending(work, wait=wait)
 
     def reduce_scatter(
         self, output: torch.Tensor, full: torch.Tensor, group: Group, *, phase: str
@@ -116,26 +128,28 @@ class Collectives:
         if group.size == 1:
             output.view(-1).copy_(full.view(-1))
             return Pending()
-        self._book("reduce_scatter", full, group, phase)
+        wait = self._book("reduce_scatter", full, group, phase)
         if group.backend != "gloo":
             target = output if output.dtype == full.dtype else torch.empty_like(output, dtype=full.dtype)
             work = _REDUCE_SCATTER(target.view(-1), full.view(-1), group=group.handle, async_op=True)
-            return Pending(work, None if target is output else lambda: _copy(output, target))
+            return Pending(work, None if target is output else lambda: _copy(output, target), wait)
         received = torch.empty_like(full.view(-1))
         work = dist.all_to_all_single(received, full.view(-1), group=group.handle, async_op=True)
-        return Pending(work, lambda: _sum_rows(output.view(-1), received.view(group.size, -1)))
+        return Pending(work, lambda: _sum_rows(output.view(-1), received.view(group.size, -1)), wait)
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor, group: Group, *, phase: str) -> Pending:
         """Send slice ``i`` of ``full`` to member ``i`` and receive theirs into ``output``, equal slices."""
         if group.size == 1:
             output.view(-1).copy_(full.view(-1))
             return Pending()
-        self._book("all_to_all", full, group, phase)
+        wait = self._book("all_to_all", full, group, phase)
         work = dist.all_to_all_single(output.view(-1), full.view(-1), group=group.handle, async_op=True)
-        return Pending(work)
+        return Pending(work, wait=wait)
 
-    def _book(self, op: str, tensor: torch.Tensor, group: Group, phase: str) -> None:
-        """Enter one operation into the ledger."""
+    def _book(
+        self, op: str, tensor: torch.Tensor, group: Group, phase: str
+    ) -> Callable[[dist.Work], None] | None:
+        """Enter one operation into the ledger, and return how to wait for it where somebody watches."""
         self.ledger.add(
             Transfer(
                 op=op,
@@ -147,6 +161,11 @@ class Collectives:
                 phase=phase,
             )
         )
+        watch = self._standstill
+        if watch is None or group.backend != "gloo":
+            return None
+        number = self.ledger.counts[group.name]
+        return lambda work: watch.wait(work, group, number, f"{op} of {phase}")
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ from attrs import field, frozen
 from colossal_core.runtime.batchnorm import RowWeights
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from colossal_core.plan import Plan
     from colossal_core.runtime.accumulation import LossWeights
     from colossal_core.runtime.arrivals import Arrivals
@@ -35,6 +37,8 @@ class Context:
         weights: What losses of micro-batches weigh, for executors.
         row_weights: How much the rows of this rank's batch count in batch statistics; set by whoever hands
             out the batch.
+        before_rerun: Called with a module whose forward is about to run again inside backward, without its
+            hooks; for managers that have to bring its parameters back.
         undo: What ``booster.release`` calls, last first, once parameters own their memory again.
     """
 
@@ -46,4 +50,5 @@ class Context:
     arrivals: Arrivals
     weights: LossWeights
     row_weights: RowWeights = field(factory=RowWeights)
+    before_rerun: list[Callable[[nn.Module], None]] = field(factory=list)
     undo: list[Callable[[], None]] = field(factory=list)

@@ -162,7 +162,7 @@ class FlatBuffer:
         """Remember how often each parameter was written, for :meth:`take_edits`."""
         self._versions = [slot.parameter._version for slot in self.slots]
 
-    def take_edits(self, master: torch.Tensor | None, start: int = 0) -> None:
+    def take_edits(self, master: torch.Tensor | None, start: int = 0, *, suspects_all: bool = False) -> bool:
         """Bring the buffer and the masters in line with what the user did to parameters meanwhile.
 
         That is what ``load_state_dict``, initialisers and code under ``torch.no_grad`` have written since
@@ -173,10 +173,15 @@ class FlatBuffer:
         Args:
             master: Flat masters of a range of the buffer, or None.
             start: First element of that range.
+            suspects_all: Whether to compare values that torch did not count as written, too.
+
+        Returns:
+            Whether anything may have changed.
 
         Raises:
             UsageError: A parameter was converted or moved.
         """
+        found = suspects_all
         origin, item_bytes = self.values.data_ptr(), self.kind.dtype.itemsize
         for slot, version in zip(self.slots, self._versions, strict=True):
             is_elsewhere = (
@@ -184,13 +189,16 @@ class FlatBuffer:
             )
             if is_elsewhere:
                 self._take_back(slot)
-            if master is not None and (is_elsewhere or slot.parameter._version != version):
+            is_written = is_elsewhere or slot.parameter._version != version
+            found = found or is_written
+            if master is not None and (is_written or suspects_all):
                 first, last = slot.within(start, start + master.numel())
                 wide, values = master[first - start : last - start], self.values[first:last]
                 # Elsewhere the master keeps the bits that the narrow value does not have.
                 is_edited = wide.to(values.dtype) != values
                 wide.copy_(torch.where(is_edited, values.to(wide.dtype), wide))
         self.note_versions()
+        return found
 
     def _take_back(self, slot: Slot) -> None:
         """Copy a parameter whose memory the user has replaced into the buffer, and make it a view again.
@@ -219,6 +227,16 @@ class FlatBuffer:
         """Allocate the gradient buffer; flags and notes start at 0, gradients are undefined until touched."""
         self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
         self.tail.zero_()
+
+    def release_values(self) -> None:
+        """Give the memory of the values back; views of them stay valid objects that may not be read."""
+        self.values.untyped_storage().resize_(0)
+
+    def restore_values(self) -> None:
+        """Have memory for the values again, with undefined content."""
+        storage = self.values.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.padded_numel * self.kind.dtype.itemsize)
 
     def release_gradients(self) -> None:
         """Give the memory of the gradients back; views of them stay valid objects that may not be read."""

@@ -90,7 +90,7 @@ class RecomputeStrategy(AbstractStrategy):
                 block = present.get(path)  # a stage of a pipeline may lack it
                 if block is not None and block not in known:
                     known.add(block)
-                    context.undo.append(_Recomputation.install(block, path))
+                    context.undo.append(_Recomputation.install(block, path, context.before_rerun))
 
     def _blocks(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names of the blocks of a model: those that patterns name, or the repeated ones."""
@@ -179,18 +179,22 @@ class _Recomputation:
         own_forward: The forward that was set on the block and not on its class, or None.
         constant: Buffers that a forward was seen not to change.
         changing: Buffers that a forward was seen to change.
+        before_rerun: Called with the block before its forward runs again.
     """
 
     name: str
     own_forward: Callable[..., Any] | None = None
     constant: set[_BufferKey] = field(factory=set)
     changing: set[_BufferKey] = field(factory=set)
+    before_rerun: Sequence[Callable[[nn.Module], None]] = ()
 
     @classmethod
-    def install(cls, block: nn.Module, name: str) -> Callable[[], None]:
+    def install(
+        cls, block: nn.Module, name: str, before_rerun: Sequence[Callable[[nn.Module], None]]
+    ) -> Callable[[], None]:
         """Let a block be recomputed, and return what undoes it."""
         own_forward = vars(block).get("forward")
-        vars(block)[_KEY] = cls(name, own_forward)
+        vars(block)[_KEY] = cls(name, own_forward, before_rerun=before_rerun)
         vars(block)["forward"] = MethodType(_recomputed_forward, block)
 
         def undo() -> None:
@@ -318,6 +322,8 @@ class _Run:
         Raises:
             UsageError: What it starts from was changed in between.
         """
+        for prepare in self._recomputation.before_rerun:
+            prepare(self._block)
         for what, tensor, version in self._watched:
             if tensor._version != version:
                 raise UsageError(

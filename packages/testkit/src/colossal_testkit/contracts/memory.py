@@ -19,8 +19,8 @@ from colossal_testkit.contracts import memory_checks as checks
 from colossal_testkit.contracts.protection import Contract
 from colossal_testkit.models import MODELS, build_workload
 from colossal_testkit.parity import FP64, Recipe, check_parity, compare_traces, reference_trace, train_boosted
-from colossal_testkit.plays import LOOPS
-from colossal_testkit.ranks import run_ranks
+from colossal_testkit.plays import LOOPS, UNEVEN
+from colossal_testkit.ranks import collect_ranks, run_ranks
 from colossal_testkit.stories import assert_same_story, expect
 from colossal_testkit.traces import compare_tensors, distance_of
 from colossal_testkit.traffic import check_words
@@ -37,11 +37,21 @@ class MemoryManagerContract(Contract, is_contract=True):
         registry: Module-level function that returns the registry that knows the piece, as a ``staticmethod``;
             None when the piece is installed.
         settings: Further keywords of the Booster that the piece needs.
+        gathers_in_forward: Whether forward communicates, so that all ranks have to run models equally often.
     """
 
     open_names: ClassVar[frozenset[str]] = frozenset(
-        {"make_piece", "words_per_step", "live_bytes", "registry", "settings", "waivers"}
+        {
+            "make_piece",
+            "words_per_step",
+            "live_bytes",
+            "registry",
+            "settings",
+            "gathers_in_forward",
+            "waivers",
+        }
     )
+    gathers_in_forward: ClassVar[bool] = False
     registry: ClassVar[Callable[[], Registry] | None] = None
     settings: ClassVar[Mapping[str, object]] = {}
 
@@ -102,12 +112,30 @@ class MemoryManagerContract(Contract, is_contract=True):
         story = attrs.evolve(
             LOOPS[loop], pieces=(self.make_piece(),), registry=type(self).registry, shows_gradients=False
         )
+        if self.gathers_in_forward and loop in UNEVEN:
+            pytest.skip("ranks run models a different number of times, and forward communicates")
 
         traces = run_ranks(checks.tell_twice, 2, story)
 
         wanted = expect(story, 2)
         for played in zip(*traces, strict=True):
             assert_same_story(played, wanted)
+
+    def test_ranks_that_run_models_unequally_often_do_not_hang(self) -> None:
+        """Where forward communicates that is an error on every rank; elsewhere it is exact."""
+        story = attrs.evolve(
+            LOOPS["accumulate_by_rank"],
+            pieces=(self.make_piece(),),
+            registry=type(self).registry,
+            shows_gradients=False,
+        )
+
+        outcomes = collect_ranks(checks.tell_impatiently, 2, story)
+
+        if self.gathers_in_forward:
+            assert all("ranks wait for each other" in str(outcome.error) for outcome in outcomes)
+        else:
+            assert_same_story([outcome.value for outcome in outcomes], expect(story, 2))
 
     @pytest.mark.parametrize("nproc", [2, 3])
     def test_holding_reductions_back_changes_nothing(self, nproc: int) -> None:

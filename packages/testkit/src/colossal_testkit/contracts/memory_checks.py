@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from colossal_core.errors import NonFiniteError
+from colossal_core.runtime import standstill
 from colossal_testkit.engine import engine_of
 from colossal_testkit.memory import LiveBytes
 from colossal_testkit.models import GPT, TokenLoss, Workload, build_workload, randomise
@@ -46,6 +47,7 @@ __all__ = [
     "measure_live_bytes",
     "measure_step",
     "meet_non_finite",
+    "tell_impatiently",
     "tell_twice",
     "train_serial_state",
     "watch_identities",
@@ -123,6 +125,16 @@ def build_warm(*, name: str, num_warm_steps: int = 2) -> Workload:
         work.optimizer.step()
         work.optimizer.zero_grad()
     return attrs.evolve(work, batches=work.batches[num_warm_steps:])
+
+
+def tell_impatiently(story: Story) -> StoryTrace:
+    """Play a story, and find out soon when ranks wait for each other."""
+    before = standstill.PATIENCE_SECONDS
+    vars(standstill).update(PATIENCE_SECONDS=0.3)
+    try:
+        return tell(story)
+    finally:
+        vars(standstill).update(PATIENCE_SECONDS=before)
 
 
 def tell_twice(story: Story) -> tuple[StoryTrace, StoryTrace]:

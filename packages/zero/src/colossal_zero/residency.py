@@ -1,0 +1,444 @@
+"""When the parameters of each module unit are there, and when only their shards are.
+
+The one idea: a unit's values live in flat buffers whose storage is resized: to nothing while they are not
+needed, and back before they are gathered. Parameter objects, and what autograd saved for backward, stay valid
+all the time; only their bytes come and go.
+
+# Note [Two triggers]
+In forward, a hook before each module gathers the units of the parameters that it is known to read: those of
+its own unit and those that it owns directly, so a parent may read the weights of its children without calling
+them. In backward, whatever autograd saved of a unit's values is packed as a place in the unit and gathered
+when it is unpacked. Nothing depends on hooks that recomputation skips or on outputs of a certain form, and
+what backward does not read is not gathered.
+
+# Note [Released]
+A released parameter shows NaN in its shape, so code that reads it elsewhere gets poison instead of old
+values; writes raise, or are noticed at the next gather. The memory is given back only when no tensor but the
+buffer refers to it: reading a view of a freed storage ends the interpreter. Until then the bytes stay, but
+the unit counts as released on every rank alike, since whether a gather is due may not depend on one rank's
+memory.
+
+# Note [Order of gathers]
+All ranks have to gather the same units in the same order, which they do when they run the same modules. A
+prefetch follows the order of the last pass, which is the same on all ranks, too; a wrong one costs traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import torch
+from attrs import define, field
+
+from colossal_core.errors import UsageError
+from colossal_core.runtime.backward_end import at_end_of_backward
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from colossal_core.runtime.collectives import Collectives, Pending
+    from colossal_core.runtime.flat import FlatBuffer, Slot
+    from colossal_core.runtime.mesh import Group
+    from colossal_core.runtime.segments import OwnedRange
+
+__all__ = ["Residency", "Unit"]
+
+PHASE = "parameters"
+
+
+@define(eq=False)
+class Unit:
+    """The values of one module unit, divided among ranks.
+
+    Attributes:
+        name: Name of the unit, for messages.
+        is_root: Whether it is what no repeated block holds; it stays for as long as anything else is needed.
+        ranges: Its buffers with this rank's shards.
+        state: Whether the values are there, on their way, or only as shards.
+        pending: Gathers on their way.
+        after: The unit that forward needed next the last time.
+        before: The unit that forward needed before this one the last time; for the root the last of all.
+    """
+
+    name: str
+    is_root: bool
+    ranges: list[OwnedRange] = field(factory=list)
+    state: Literal["released", "pending", "resident"] = "released"
+    pending: list[Pending] = field(factory=list)
+    after: Unit | None = None
+    before: Unit | None = None
+
+
+@define(eq=False)
+class _Home:
+    """Where the values of one storage belong.
+
+    Attributes:
+        unit: The unit.
+        buffer: The buffer.
+        storage: Its storage, held so that it can be told from others.
+        num_references: How often the storage is referred to when nobody else does.
+        guards: What each parameter shows while it is released.
+        versions: How often each parameter had been written when it was released.
+    """
+
+    unit: Unit
+    buffer: FlatBuffer
+    storage: torch.UntypedStorage
+    num_references: int = 0
+    guards: dict[Slot, torch.Tensor] = field(factory=dict)
+    versions: dict[Slot, int] = field(factory=dict)
+
+
+@define(eq=False)
+class _Saved:
+    """What autograd saved of a unit's values: a place instead of a tensor.
+
+    Attributes:
+        home: Where it belongs.
+        size: Its size.
+        stride: Its stride.
+        offset: Its first element in the storage.
+        slot: The parameter that it lies in.
+        version: How often that had been written.
+    """
+
+    home: _Home
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    slot: Slot | None
+    version: int
+
+
+@final
+class Residency:
+    """Gathers and releases the units of the models of one manager."""
+
+    def __init__(self, collectives: Collectives, groups: Mapping[Any, Group]) -> None:
+        """Know no units yet.
+
+        Args:
+            collectives: Where gathers go.
+            groups: The group of each kind of division, on a channel for what all ranks do at the same place.
+        """
+        self._collectives = collectives
+        self._groups = groups
+        self._homes: dict[int, _Home] = {}
+        self._units: list[Unit] = []
+        self._lingering: set[_Home] = set()
+        self._needs: dict[nn.Module, tuple[Unit, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._calls: list[nn.Module] = []
+        self._pins = 0
+        self._packing: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._root: Unit | None = None
+        self._previous: Unit | None = None
+        self._awaits_end = False
+
+    # --- set-up ---------------------------------------------------------------------------------------------
+
+    def add(self, unit: Unit, held: OwnedRange) -> None:
+        """Take over a buffer whose values are all there, and release it."""
+        if unit not in self._units:
+            self._units.append(unit)
+        unit.ranges.append(held)
+        home = _Home(unit, held.buffer, held.buffer.values.untyped_storage())
+        for slot in held.buffer.slots:
+            like = slot.parameter
+            scalar = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+            home.guards[slot] = scalar.expand(like.shape)
+        self._homes[home.storage._cdata] = home
+        self._guard(home)
+        home.num_references = torch._C._storage_Use_Count(home.storage._cdata)  # noqa: SLF001 - no public name
+        self._free(home)
+
+    def remove(self, held: OwnedRange) -> None:
+        """Forget a buffer; its unit has to be resident, and its parameters keep the buffer's memory."""
+        home = self._homes.pop(held.buffer.values.untyped_storage()._cdata)
+        home.unit.ranges.remove(held)
+        self._lingering.discard(home)
+
+    def watch(self, module: nn.Module, needs: Iterable[Unit], *, is_unit: bool) -> None:
+        """Gather some units before each call of a module.
+
+        Args:
+            module: The module.
+            needs: The units that it reads.
+            is_unit: Whether it is a unit itself, which is released after the call.
+        """
+        self._needs[module] = tuple(dict.fromkeys(needs))
+
+        def enter(called: nn.Module, _: Any) -> None:
+            self._enter(called)
+
+        def leave(called: nn.Module, _args: Any, _outputs: Any) -> None:
+            self._leave(called, is_unit=is_unit)
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._needs.clear()
+
+    # --- forward --------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module) -> None:
+        """Gather what a module reads, and pack what autograd saves from the outermost call on."""
+        if not self._calls and not _is_in_backward():
+            self._root = self._previous = None
+            self._awaits_end = False
+            self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._packing.__enter__()
+        self._calls.append(module)
+        self.ensure(self._needs[module])
+
+    def _leave(self, module: nn.Module, *, is_unit: bool) -> None:
+        """Release a unit after its call, and everything after the outermost one."""
+        if module not in self._calls:
+            return  # another hook raised before ours ran
+        while self._calls.pop() is not module:
+            pass
+        if self._calls:
+            for unit in self._needs[module] if is_unit else ():
+                if not unit.is_root:
+                    self.release(unit)
+            return
+        if self._packing is not None:
+            self._packing.__exit__(None, None, None)
+            self._packing = None
+            if self._root is not None:
+                self._root.before = self._previous
+            if self._previous is not None:
+                self._previous.after = None
+        if not _is_in_backward():
+            self.release_all()
+
+    def ensure(self, units: Iterable[Unit]) -> None:
+        """Have units resident, and start to gather the one that was needed next the last time."""
+        for unit in units:
+            if unit.state == "resident":
+                continue
+            is_in_backward = _is_in_backward()
+            if is_in_backward:
+                self._make_room(unit)
+            self._start(unit)
+            self._finish(unit)
+            if not is_in_backward:
+                self._note_order(unit)
+            upcoming = unit.before if is_in_backward else unit.after
+            if upcoming is not None:
+                self._start(upcoming)
+
+    def rerun(self, module: nn.Module) -> None:
+        """Gather what a module reads before its forward runs again without its hooks."""
+        self.ensure(self._needs.get(module, ()))
+
+    def _note_order(self, unit: Unit) -> None:
+        """Remember in which order forward needs units."""
+        if unit.is_root:
+            self._root = self._root or unit
+            return
+        if self._previous is not None:
+            self._previous.after = unit
+        elif self._root is not None:
+            self._root.after = unit
+        unit.before, self._previous = self._previous, unit
+
+    # --- backward -------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Keep a place in a unit instead of a tensor that lies there."""
+        if tensor.layout is not torch.strided or tensor.numel() == 0 or type(tensor) not in _PLAIN:
+            return tensor
+        home = self._homes.get(tensor.untyped_storage()._cdata)
+        if home is None:
+            return tensor
+        offset = int(tensor.storage_offset())
+        slot = next((slot for slot in home.buffer.slots if slot.start <= offset < slot.stop), None)
+        version = 0 if slot is None else slot.parameter._version
+        return _Saved(home, tensor.size(), tensor.stride(), offset, slot, version)
+
+    def _unpack(self, saved: Any) -> Any:
+        """Return what was packed, gathering its unit if it is not there.
+
+        Raises:
+            UsageError: The parameter was updated since, so that the gradient would be wrong.
+        """
+        if not isinstance(saved, _Saved):
+            return saved
+        slot = saved.slot
+        if slot is not None and slot.parameter._version != saved.version:
+            raise UsageError(
+                f"parameter {slot.name!r} was updated after the forward whose backward runs now",
+                hint="run backward before optimizer.step(), or run forward again",
+            )
+        self.ensure((saved.home.unit,))
+        return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Release other units inside backward, which has left them, and hear of its end."""
+        if not self._awaits_end:
+            self._awaits_end = True
+            at_end_of_backward(self._end_backward)
+        for other in self._units:
+            if other is not unit and other.state == "resident" and not other.is_root:
+                self.release(other)
+
+    def _end_backward(self) -> None:
+        """Release everything, unless the backward ran inside a forward."""
+        self._awaits_end = False
+        if not self._calls:
+            self.release_all()
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def everything(self) -> Iterator[None]:
+        """Have all units resident within a context, whatever runs in it; edits of values are kept."""
+        if self._pins == 0:
+            for unit in self._units:
+                self._start(unit)
+            for unit in self._units:
+                self._finish(unit)
+        self._pins += 1
+        try:
+            yield
+        finally:
+            self._pins -= 1
+            if self._pins == 0:
+                for held in (held for unit in self._units for held in unit.ranges):
+                    self._take_edits(held, suspects_all=True)
+                if not self._calls:
+                    self.release_all()
+
+    @property
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Iterate over the parameters that are divided."""
+        return (slot.parameter for home in self._homes.values() for slot in home.buffer.slots)
+
+    def forget(self) -> None:
+        """Know no buffers any more: their parameters own memory of their own again."""
+        self._homes.clear()
+        self._lingering.clear()
+        for unit in self._units:
+            unit.ranges.clear()
+            unit.state = "released"
+
+    def release_all(self) -> None:
+        """Release every unit; also one whose gather nobody has waited for."""
+        for unit in self._units:
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Keep only the shards of a unit, with what the user changed in its values."""
+        if unit.state == "released" or self._pins:
+            return
+        self._finish(unit)
+        unit.state = "released"
+        for held in unit.ranges:
+            home = self._homes[held.buffer.values.untyped_storage()._cdata]
+            self._take_edits(held)
+            self._guard(home)
+            self._lingering.add(home)
+        for home in list(self._lingering):
+            self._free(home)
+
+    def note_versions(self) -> None:
+        """Take the present state of released parameters as the one that nobody wrote to."""
+        for home in self._homes.values():
+            if home.unit.state == "released":
+                home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
+
+    def check_guards(self) -> None:
+        """Refuse what was written to released parameters.
+
+        Raises:
+            UsageError: Naming the parameter.
+        """
+        for home in self._homes.values():
+            if home.unit.state == "released":
+                self._check(home)
+
+    def _start(self, unit: Unit) -> None:
+        """Start to gather a unit."""
+        if unit.state != "released":
+            return
+        homes = [self._homes[held.buffer.values.untyped_storage()._cdata] for held in unit.ranges]
+        for home in homes:
+            self._check(home)
+        for home, held in zip(homes, unit.ranges, strict=True):
+            self._lingering.discard(home)
+            home.buffer.restore_values()
+            group = self._groups[held.divided]
+            unit.pending.append(
+                self._collectives.all_gather(home.buffer.values, held.values, group, phase=PHASE)
+            )
+        unit.state = "pending"
+
+    def _finish(self, unit: Unit) -> None:
+        """Wait for the gather of a unit, and show its values."""
+        if unit.state != "pending":
+            return
+        for pending in unit.pending:
+            pending.wait()
+        unit.pending.clear()
+        unit.state = "resident"
+        for held in unit.ranges:
+            buffer = held.buffer
+            for slot in buffer.slots:
+                slot.parameter.data = buffer.value_view(slot)
+            buffer.note_versions()
+
+    @staticmethod
+    def _take_edits(held: OwnedRange, *, suspects_all: bool = False) -> None:
+        """Bring the shard in line with what the user wrote into the values."""
+        master = held.master if held.keeps_master else None
+        if held.buffer.take_edits(master, held.start, suspects_all=suspects_all):
+            held.values.copy_(held.buffer.values[held.start : held.stop])
+
+    @staticmethod
+    def _guard(home: _Home) -> None:
+        """Let parameters show NaN."""
+        for slot, guard in home.guards.items():
+            slot.parameter.data = guard
+        home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
+
+    def _check(self, home: _Home) -> None:
+        """Refuse what was written to the released parameters of one buffer.
+
+        Raises:
+            UsageError: Naming the parameter.
+        """
+        for slot, version in home.versions.items():
+            if (
+                slot.parameter._version != version
+                or slot.parameter.data_ptr() != home.guards[slot].data_ptr()
+            ):
+                raise UsageError(
+                    f"parameter {slot.name!r} was written while only a shard of it was here; that is lost",
+                    hint="edit parameters within booster.full_parameters(model)",
+                )
+
+    def _free(self, home: _Home) -> None:
+        """Give the memory of one buffer back, unless something else refers to it."""
+        found = torch._C._storage_Use_Count(home.storage._cdata)  # noqa: SLF001 - no public name
+        if found <= home.num_references:
+            self._lingering.discard(home)
+            home.buffer.release_values()
+
+
+def _is_in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Types whose saved values are packed; subclasses of torch.Tensor have storages of their own kind."""
