@@ -297,9 +297,10 @@ def use_elsewhere() -> None:
     with pytest.raises(UsageError, match=r"Booster\(max_grad_norm=...\) or optimizer.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(twins.model.parameters(), 1.0)
     torch.manual_seed(0)
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(CapabilityError, match=r"reduce='backward'\) with precision 'bf16'"):
         Booster(Replicated(reduce="backward"), precision="bf16").boost(model)
+    assert type(model[1]) is nn.BatchNorm1d
     dist.barrier()
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.mesh import GroupSpec
+    from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.table import ParameterTable, Place
@@ -26,6 +27,17 @@ class AbstractMemoryManager(ABC):
 
     A plan has exactly one. Optimizers are named by their position in the ``boost`` call.
     """
+
+    def check(self, plan: Plan, table: ParameterTable) -> None:  # noqa: B027 - most managers serve every plan
+        """Refuse what this manager cannot serve, before anything changes or is communicated.
+
+        Args:
+            plan: The plan.
+            table: The parameters, not cut yet.
+
+        Raises:
+            ColossalError: With the reason; every rank then raises.
+        """
 
     def groups(self, table: ParameterTable) -> Iterable[GroupSpec]:
         """Return groups that :meth:`attach` needs besides those that the table sums gradients over.

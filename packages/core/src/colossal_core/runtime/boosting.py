@@ -172,6 +172,7 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
         _refuse_partial_shapes(objects, table, piece.name, proposal)
         strategies.append((piece.name, strategy, proposal))
     manager: AbstractMemoryManager = _make(plan.memory, AbstractMemoryManager)
+    manager.check(plan, table)
     return _Proposed(
         layout=layout,
         table=table,

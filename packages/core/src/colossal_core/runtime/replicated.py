@@ -10,15 +10,16 @@ import torch
 
 from colossal_core.errors import CapabilityError
 from colossal_core.runtime.flat_manager import AbstractFlatManager, Owned
+from colossal_core.runtime.precision import Precision
 from colossal_core.runtime.segments import OwnedRange
 
 if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.pieces import Replicated
+    from colossal_core.plan import Plan
     from colossal_core.runtime.buckets import LanePlan
     from colossal_core.runtime.context import Context
-    from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.table import ParameterTable
 
 __all__ = ["ReplicatedManager"]
@@ -33,17 +34,21 @@ class ReplicatedManager(AbstractFlatManager):
         self.options = options
         self._shows_gradients = False
 
+    def check(self, plan: Plan, table: ParameterTable) -> None:
+        """Refuse to show gradients that the update does not use."""
+        del table
+        if self.options.reduce == "backward" and Precision(plan.precision).is_narrow:
+            raise CapabilityError(
+                f"Replicated(reduce='backward') with precision {plan.precision!r}: p.grad would show "
+                "16-bit gradients, while the update needs them in fp32",
+                hint="use precision='fp32', or leave reduce='window' and clip with max_grad_norm",
+            )
+
     def attach(
         self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
     ) -> None:
         """Move the parameters into flat buffers; see :class:`~.interfaces.AbstractMemoryManager`."""
         each_backward = self.options.reduce == "backward"
-        if each_backward and context.precision.is_narrow:
-            raise CapabilityError(
-                f"Replicated(reduce='backward') with precision {context.plan.precision!r}: p.grad would show "
-                "16-bit gradients, while the update needs them in fp32",
-                hint="use precision='fp32', or leave reduce='window' and clip with max_grad_norm",
-            )
         guards = context.mesh.layout.world_size > 1 or context.precision.is_narrow
         self._shows_gradients = not guards or each_backward
         self._attach(models, optimizers, context, guards=not self._shows_gradients, averages=each_backward)
