@@ -73,8 +73,8 @@ def no_shape(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[Any
 
 
 def no_values(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Use a layer on the meta device."""
-    model.append(nn.Linear(3, 3, device="meta"))
+    """Use a parameter on the meta device that nothing initialises."""
+    model.append(nn.ParameterList([nn.Parameter(torch.empty(3, device="meta"))]))
     return [model, optimizer]
 
 
@@ -106,7 +106,7 @@ REFUSALS: list[tuple[Callable[..., list[Any]], type[ColossalError], str]] = [
     (shared_memory, UsageError, r"'0.bias' and '2.bias' share memory"),
     (a_sparse_embedding, CapabilityError, r"embedding '3' has sparse=True"),
     (no_shape, CapabilityError, r"'3.weight' has no shape yet"),
-    (no_values, CapabilityError, r"'3.weight' is on the meta device"),
+    (no_values, CapabilityError, r"ParameterList '3' of model has '0' on the meta device"),
     (a_strange_parameter, UsageError, r"'0.label' is a Labelled"),
     (complex_values, CapabilityError, r"'0.phase' is complex"),
 ]

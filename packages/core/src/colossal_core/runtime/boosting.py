@@ -43,6 +43,7 @@ from colossal_core.runtime.executor import PlainExecutor
 from colossal_core.runtime.launch import rendezvous_store
 from colossal_core.runtime.ledger import Ledger
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
+from colossal_core.runtime.materialise import allocate_rest, draw_blueprints, initialise, move_model
 from colossal_core.runtime.mesh import GRADIENTS, Mesh
 from colossal_core.runtime.objects import Objects, check_model, mark_boosted
 from colossal_core.runtime.optimizers import optimizer_spec
@@ -107,8 +108,9 @@ def build_engine(
     agreement.compare("the model", lines, explain_disagreement)
     agreement.compare("the groups of strategies", _group_lines(proposed), explain_disagreement)
 
+    blueprints = agreement.attempt("boost", lambda: draw_blueprints(objects.models, world.device))
     for model in objects.models.values():
-        model.to(world.device)
+        move_model(model, world.device)
     mesh = Mesh(proposed.layout, world.rank, world.device)
     ledger = Ledger()
     context = Context(
@@ -124,6 +126,8 @@ def build_engine(
     _apply(objects, proposed, context, agreement)
     _create_groups(proposed.manager, context, agreement, len(objects.optimizers))
     proposed.manager.attach(objects.models, objects.optimizers, context)
+    if blueprints:
+        allocate_rest(context.table, world.device, context.precision.dtypes(objects.models.values()))
     borders = [strategy.borders(objects.models, context) for _, strategy, _ in proposed.strategies]
     executor = _choose_executor(proposed, context) or PlainExecutor(
         context, agreement, drop_gradients=proposed.manager.drop_gradients
@@ -143,6 +147,7 @@ def build_engine(
         engine.handles.extend(refuse_copies(model, partial, "only parts of it"))
     context.undo.append(mark_boosted(objects.models.values()))
     engine.seed = settle_randomness(proposed.layout, world.rank, agreement)
+    agreement.attempt("initialise", lambda: initialise(engine, blueprints))
     return engine
 
 
@@ -338,7 +343,8 @@ def _describe_settings(group: Mapping[str, Any]) -> str:
 
 def _make_equal(context: Context, agreement: Agreement) -> None:
     """Check that all ranks start from equal values; else take the first rank's, and say so once."""
-    tensors = [(entry, context.table.tensor(entry)) for entry in context.table]
+    found = [(entry, context.table.tensor(entry)) for entry in context.table]
+    tensors = [(entry, tensor) for entry, tensor in found if not tensor.is_meta]
     digests = agreement.share("values", _digest([tensor for _, tensor in tensors]))
     if len(set(digests)) == 1:
         return

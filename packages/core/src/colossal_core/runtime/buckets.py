@@ -44,6 +44,7 @@ class BucketRules:
         by_unit: Whether each module unit has one buffer of its own.
         larger: Factor of the sizes: a message on an accelerator's links needs more bytes before its latency
             does not count.
+        device: Where buffers are; None for where their parameters are.
     """
 
     dtype_of: Callable[[Entry, nn.Parameter], torch.dtype]
@@ -52,6 +53,7 @@ class BucketRules:
     keeps_whole: bool = False
     by_unit: bool = False
     larger: int = 1
+    device: torch.device | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -112,6 +114,7 @@ def plan_lanes(members: Sequence[tuple[Entry, nn.Parameter]], rules: BucketRules
                 num_notes=notes if num_shards == 1 else 0,
                 num_shards=num_shards,
                 keeps_whole=rules.keeps_whole,
+                device=rules.device,
             )
             for (_, kind, chosen), notes in zip(plans, num_notes, strict=True)
         ]

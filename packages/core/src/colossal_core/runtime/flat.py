@@ -28,6 +28,7 @@ from torch import nn
 
 from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec
+from colossal_core.runtime.materialise import take_meta
 from colossal_core.runtime.table import Entry
 
 __all__ = ["ALIGNMENT", "BufferKind", "FlatBuffer", "Slot", "deal_whole", "fill_buffers"]
@@ -107,6 +108,7 @@ class FlatBuffer:
         num_notes: int = 0,
         num_shards: int = 1,
         keeps_whole: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Lay out the members; allocates nothing before :meth:`take_values` and :meth:`allocate_gradients`.
 
@@ -116,6 +118,7 @@ class FlatBuffer:
             num_notes: Elements reserved behind the flags.
             num_shards: Among how many ranks the buffer is divided.
             keeps_whole: Whether no member may be cut by a border between shards.
+            device: Where it is; by default where its first member is.
         """
         self.kind = kind
         pairs = list(members)
@@ -132,7 +135,7 @@ class FlatBuffer:
         self.numel = max(slot.stop for slot in self.slots)
         self.num_shards = num_shards
         self.num_notes = num_notes
-        self.device = self.slots[0].parameter.device
+        self.device = self.slots[0].parameter.device if device is None else device
         self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
         self._versions: list[int] = []
@@ -150,6 +153,9 @@ class FlatBuffer:
         if self.num_shards > 1:
             self.values.zero_()  # padding is sent to other ranks, too
         for slot in self.slots:
+            if slot.parameter.is_meta:  # has no values yet
+                take_meta(slot.parameter, self.value_view(slot))
+                continue
             flat = slot.parameter.detach().reshape(-1)
             if master is not None:
                 first, last = slot.within(start, start + master.numel())

@@ -102,6 +102,7 @@ class AbstractFlatManager(AbstractMemoryManager):
             num_ranks=lambda spec: len(layout.members(spec, rank)),
             keeps_whole=keeps_whole,
             larger=1 if self._context.mesh.device.type == "cpu" else 4,
+            device=self._context.mesh.device,
         )
 
     @abstractmethod

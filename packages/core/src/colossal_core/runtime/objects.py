@@ -138,11 +138,6 @@ def _check_parameter(name: str, path: str, parameter: nn.Parameter) -> None:
             f"parameter {path!r} is a {type(parameter).__name__}, expected a plain torch.nn.Parameter",
             hint="boost takes models before DTensor, quantisation or other wrappers",
         )
-    if parameter.is_meta:
-        raise CapabilityError(
-            f"parameter {path!r} is on the meta device and has no values",
-            hint="materialise it first: model.to_empty(device='cpu') and initialise it",
-        )
     if parameter.is_complex() and parameter.requires_grad:
         raise CapabilityError(
             f"parameter {path!r} is complex, and gradients of complex numbers are not reduced yet",

@@ -141,6 +141,7 @@ def model_holdings(
     places: PlacesByKey | None = None,
     borrowed: bool = False,
     narrow: bool = False,
+    hidden: bool = False,
 ) -> Collected:
     """Return what this rank holds of the parameters and persistent buffers of a model, in serial order.
 
@@ -153,14 +154,15 @@ def model_holdings(
         places: From :func:`places_by_key`, for callers that read several objects.
         borrowed: Also return tensors that another model owns and this one shares, under its own names.
         narrow: Also return the values beside masters, for whoever writes into both.
+        hidden: Also return buffers that are not persistent.
     """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
     places = places_by_key(engine) if places is None else places
-    hidden = _non_persistent(engine.models[model])
+    left_out = set() if hidden else _non_persistent(engine.models[model])
     found = Collected()
     for entry in table:
         names = [name for owner, name in (entry.key, *entry.aliases) if owner == model]
-        if not names or names[0] in hidden or not (borrowed or entry.model == model):
+        if not names or names[0] in left_out or not (borrowed or entry.model == model):
             continue
         names = [plain_name(name) for name in names]
         source = places.get(entry.key, {})
