@@ -19,6 +19,7 @@ from colossal_core.plugins import (
     DiagnosticSpec,
     MemoryManagerSpec,
     Registry,
+    ScheduleSpec,
     StrategySpec,
     Target,
     hookimpl,
@@ -26,7 +27,7 @@ from colossal_core.plugins import (
 
 __all__ = ["RecordedPlugin", "isolated_registry", "target_of"]
 
-Record = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec
+Record = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec
 
 
 class RecordedPlugin:
@@ -55,6 +56,11 @@ class RecordedPlugin:
     def colossal_register_diagnostics(self) -> Iterable[DiagnosticSpec]:
         """Offer the diagnostics among the records."""
         return [record for record in self._records if isinstance(record, DiagnosticSpec)]
+
+    @hookimpl
+    def colossal_register_pipeline_schedules(self) -> Iterable[ScheduleSpec]:
+        """Offer the schedules among the records."""
+        return [record for record in self._records if isinstance(record, ScheduleSpec)]
 
 
 def isolated_registry(*records: Record, plugin: str = "under-test") -> Registry:

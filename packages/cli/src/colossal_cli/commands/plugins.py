@@ -11,7 +11,7 @@ import click
 
 from colossal_cli.render import print_fields, print_json, print_table
 from colossal_core.errors import ColossalError, UnknownNameError
-from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, PieceSpec
+from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, PieceSpec, ScheduleSpec
 
 if TYPE_CHECKING:
     from click import Context
@@ -155,6 +155,7 @@ def _to_plain(session: Session, status: PluginStatus) -> dict[str, object]:
         "pieces": [plain for record, plain in brought if isinstance(record, PieceSpec)],
         "commands": [plain for record, plain in brought if isinstance(record, CommandSpec)],
         "diagnostics": [plain for record, plain in brought if isinstance(record, DiagnosticSpec)],
+        "schedules": [plain for record, plain in brought if isinstance(record, ScheduleSpec)],
     }
 
 
@@ -174,7 +175,7 @@ def _describe_record(entry: Registered) -> dict[str, str]:
         fields["  axes"] = ", ".join(axis.name for axis in record.axes)
         fields["  excludes"] = ", ".join(record.excludes)
         fields["  target"] = str(record.target)
-    elif isinstance(record, CommandSpec):
+    elif isinstance(record, CommandSpec | ScheduleSpec):
         fields["  target"] = str(record.target)
     else:
         fields["  remedy"] = record.fix

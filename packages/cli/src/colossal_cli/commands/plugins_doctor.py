@@ -15,7 +15,13 @@ import click
 from colossal_cli.render import print_json, print_table
 from colossal_core.errors import ColossalError, PluginError
 from colossal_core.plugins.discovery import find_installed, find_local
-from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, MemoryManagerSpec, PieceSpec
+from colossal_core.plugins.records import (
+    CommandSpec,
+    DiagnosticSpec,
+    MemoryManagerSpec,
+    PieceSpec,
+    ScheduleSpec,
+)
 
 if TYPE_CHECKING:
     from colossal_cli.session import Session
@@ -136,9 +142,11 @@ def _describe_target(entry: Registered) -> str:
     elif isinstance(record, DiagnosticSpec):
         fits, expected = callable(target), "a function that returns findings"
     else:
-        from colossal_core.interfaces import AbstractMemoryManager, AbstractStrategy
+        from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule, AbstractStrategy
 
-        interface = AbstractMemoryManager if isinstance(record, MemoryManagerSpec) else AbstractStrategy
+        interface: type = AbstractMemoryManager if isinstance(record, MemoryManagerSpec) else AbstractStrategy
+        if isinstance(record, ScheduleSpec):
+            interface = AbstractSchedule
         fits = isinstance(target, type) and issubclass(target, interface)
         expected = f"a subclass of colossal_core.interfaces.{interface.__name__}"
         missing = sorted(vars(target).get("__abstractmethods__", ())) if fits else []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from colossal_core.interfaces.memory import AbstractMemoryManager
     from colossal_core.mesh import GroupSpec, MeshLayout
     from colossal_core.plan import Plan
-    from colossal_core.plugins import Finding
+    from colossal_core.plugins import Finding, Registry
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.table import Key, Part
 
@@ -48,6 +48,17 @@ class AbstractStrategy(ABC):
     ``propose`` decides and ``apply`` does. Strategies run outermost axis first, within a phase; the phases
     are partition, shard, transform, recompute.
     """
+
+    def connect(self, registry: Registry) -> None:
+        """Take what other plugins add to this strategy; called first, on every rank, before :meth:`propose`.
+
+        Args:
+            registry: The one that the plan was made from; its records may be looked up and resolved.
+
+        Raises:
+            ColossalError: The options name something that nobody offers.
+        """
+        del registry  # most strategies stand for themselves
 
     @abstractmethod
     def propose(self, models: Mapping[str, nn.Module], plan: Plan, layout: MeshLayout, rank: int) -> Proposal:

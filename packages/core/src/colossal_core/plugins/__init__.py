@@ -17,6 +17,7 @@ from colossal_core.plugins.records import (
     Finding,
     MemoryManagerSpec,
     PieceSpec,
+    ScheduleSpec,
     StrategySpec,
 )
 from colossal_core.plugins.target import Target
@@ -40,6 +41,7 @@ __all__ = [
     "PluginStatus",
     "Registered",
     "Registry",
+    "ScheduleSpec",
     "StrategySpec",
     "Target",
     "hookimpl",

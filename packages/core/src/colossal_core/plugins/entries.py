@@ -11,7 +11,7 @@ from colossal_core.plugins.records import DiagnosticSpec, PieceSpec, Record
 
 __all__ = ["Kind", "PluginState", "PluginStatus", "Registered"]
 
-Kind: TypeAlias = Literal["strategy", "memory_manager", "piece", "command", "diagnostic"]
+Kind: TypeAlias = Literal["strategy", "memory_manager", "piece", "command", "diagnostic", "pipeline_schedule"]
 PluginState: TypeAlias = Literal["enabled", "disabled", "incompatible", "failed"]
 
 

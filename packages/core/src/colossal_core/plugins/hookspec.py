@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, MemoryManagerSpec, Record, StrategySpec
+from colossal_core.plugins.records import (
+    CommandSpec,
+    DiagnosticSpec,
+    MemoryManagerSpec,
+    Record,
+    ScheduleSpec,
+    StrategySpec,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,6 +46,7 @@ __all__ = [
     "colossal_register_commands",
     "colossal_register_diagnostics",
     "colossal_register_memory_managers",
+    "colossal_register_pipeline_schedules",
     "colossal_register_strategies",
     "hookimpl",
 ]
@@ -59,6 +67,7 @@ REGISTRATIONS: Mapping[str, type[Record]] = {
     "colossal_register_memory_managers": MemoryManagerSpec,
     "colossal_register_commands": CommandSpec,
     "colossal_register_diagnostics": DiagnosticSpec,
+    "colossal_register_pipeline_schedules": ScheduleSpec,
 }
 """Registration hooks and the record that each of them offers."""
 
@@ -225,6 +234,43 @@ def colossal_register_diagnostics() -> Iterable[DiagnosticSpec]:
     Returns:
         Any iterable of ``DiagnosticSpec``; each check takes no argument and returns an iterable of
         ``Finding``.
+
+    Added in:
+        0.1
+    """
+    return ()
+
+
+@_hookspec
+def colossal_register_pipeline_schedules() -> Iterable[ScheduleSpec]:
+    """Offer orders in which the stages of a pipeline compute.
+
+    Example:
+        ::
+
+            from colossal_core.plugins import ScheduleSpec, Target, hookimpl
+
+            @hookimpl
+            def colossal_register_pipeline_schedules():
+                yield ScheduleSpec(
+                    name="eager",
+                    summary="Run as many forwards as memory allows.",
+                    target=Target("acme_eager.schedule:Eager"),
+                )
+
+    Called:
+        Once for each registry, when the plugin is activated: in every process, on every rank, in the order of
+        plugin names. No process group exists yet.
+
+    May:
+        Only make records. It must not import torch, communicate, read files, or depend on the rank. If it
+        raises, the whole plugin is ``failed`` and none of its records count.
+
+    Args:
+        None.
+
+    Returns:
+        Any iterable of ``ScheduleSpec``.
 
     Added in:
         0.1

@@ -26,6 +26,7 @@ __all__ = [
     "Phase",
     "PieceSpec",
     "Record",
+    "ScheduleSpec",
     "Severity",
     "StrategySpec",
 ]
@@ -48,6 +49,12 @@ def _refuse(record: object, field: str, value: object, expected: str) -> PluginE
 def _is_name(record: object, field: attrs.Attribute[str], value: object) -> None:
     """Require a lower-case, hyphenated name."""
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+        raise _refuse(record, field.name, value, "lower-case letters and digits, joined by hyphens")
+
+
+def _is_schedule_name(record: object, field: attrs.Attribute[str], value: object) -> None:
+    """Require a name that may begin with a digit: schedules are called 1f1b."""
+    if not isinstance(value, str) or _NAME.fullmatch(value.lstrip("0123456789")) is None:
         raise _refuse(record, field.name, value, "lower-case letters and digits, joined by hyphens")
 
 
@@ -258,7 +265,25 @@ class DiagnosticSpec:
         return self.code
 
 
-Record: TypeAlias = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec
+@final
+@attrs.frozen(kw_only=True)
+class ScheduleSpec:
+    """An order in which the stages of a pipeline compute.
+
+    Attributes:
+        name: What users type, in ``Pipeline(schedule="name")``; unique among schedules.
+        summary: One sentence.
+        target: A subclass of ``colossal_core.interfaces.AbstractSchedule``. Its module must not import torch.
+    """
+
+    kind: ClassVar[str] = "pipeline_schedule"
+
+    name: str = attrs.field(validator=_is_schedule_name)
+    summary: str = attrs.field(validator=_is_text)
+    target: Target = attrs.field(validator=_is_target)
+
+
+Record: TypeAlias = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec
 """What a registration hook can offer."""
 
 

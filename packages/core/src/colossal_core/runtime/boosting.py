@@ -103,7 +103,7 @@ def build_engine(
     agreement.compare("plugins and versions", registry.agreement_lines(), explain_disagreement)
     rows = [f"{key} = {value}" for key, value, _ in plan.rows()]
     agreement.compare("the plan", [*rows, f"digest {plan.digest()}"], explain_disagreement)
-    proposed = agreement.attempt("boost", lambda: _propose(objects, plan, world))
+    proposed = agreement.attempt("boost", lambda: _propose(objects, plan, registry, world))
     lines = [*proposed.table.agreement_lines(), *_optimizer_lines(objects, proposed.table)]
     agreement.compare("the model", lines, explain_disagreement)
     agreement.compare("the groups of strategies", _group_lines(proposed), explain_disagreement)
@@ -151,7 +151,7 @@ def build_engine(
     return engine
 
 
-def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
+def _propose(objects: Objects, plan: Plan, registry: Registry, world: World) -> _Proposed:
     """Decide everything without changing or communicating anything."""
     layout = plan.layout(world.world_size)
     for name, model in objects.models.items():
@@ -166,6 +166,7 @@ def _propose(objects: Objects, plan: Plan, world: World) -> _Proposed:
     strategies = []
     for piece in plan.strategies:
         strategy: AbstractStrategy = _make(piece, AbstractStrategy)
+        strategy.connect(registry)
         proposal = strategy.propose(objects.models, plan, layout, world.rank)
         for finding in proposal.findings:
             if finding.severity == "error":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from colossal_testkit.contracts.memory import MemoryManagerContract
 from colossal_testkit.contracts.protection import Contract
+from colossal_testkit.contracts.schedule import ScheduleContract
 from colossal_testkit.contracts.strategy import StrategyContract
 
-__all__ = ["Contract", "MemoryManagerContract", "StrategyContract"]
+__all__ = ["Contract", "MemoryManagerContract", "ScheduleContract", "StrategyContract"]
