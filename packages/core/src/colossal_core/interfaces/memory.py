@@ -133,6 +133,8 @@ class AbstractMemoryManager(ABC):
     def publish_values(self) -> None:
         """Let models compute with what :meth:`kept_places` hold now; collective, on every rank.
 
+        A backward through a graph from before fails as in torch, since parameters count as written.
+
         The default narrows masters into values, for managers that divide both alike.
         """
         places = list(self.places())

@@ -148,6 +148,8 @@ def build_engine(
     context.undo.append(mark_boosted(objects.models.values()))
     engine.seed = settle_randomness(proposed.layout, world.rank, agreement)
     agreement.attempt("initialise", lambda: initialise(engine, blueprints))
+    if blueprints:
+        proposed.manager.publish_values()
     return engine
 
 

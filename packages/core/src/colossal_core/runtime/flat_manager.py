@@ -366,6 +366,8 @@ class AbstractFlatManager(AbstractMemoryManager):
                     held.values.copy_(held.master)
             self._publish(owned, lambda _: True)(len(owned.ranges))
             for held in owned.ranges:
+                # A backward through a graph from before would use the new values: torch shall refuse it.
+                torch.autograd.graph.increment_version([slot.parameter for slot in held.buffer.slots])
                 held.buffer.note_versions()
 
     def _idle_places(self, driver: SegmentedOptimizer) -> Iterator[Place]:

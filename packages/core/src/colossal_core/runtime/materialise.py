@@ -192,7 +192,7 @@ def initialise(engine: Engine, blueprints: list[Blueprint]) -> None:
         if not mine:
             continue
         held: dict[str, list[Holding]] = {}
-        for holding in model_holdings(engine, name, narrow=True, hidden=True).holdings:
+        for holding in model_holdings(engine, name, hidden=True).holdings:
             held.setdefault(holding.name, []).append(holding)
         owned = {entry.name: entry for entry in engine.context.table if entry.model == name}
         for blueprint in mine:

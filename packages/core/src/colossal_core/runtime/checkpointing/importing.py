@@ -97,6 +97,7 @@ def import_model(
         long_agreement(engine).attempt("import_weights: read", reading.read_all)
     finally:
         reading.close()
+    engine.manager.publish_values()
     return evolve(plan.report, bytes_read=reading.bytes_read)
 
 
@@ -110,7 +111,7 @@ def _plan(engine: Engine, model: nn.Module, path: Path, *, strict: bool) -> _Pla
         CheckpointError: Something does not fit, and ``strict`` is set.
     """
     weights = find_weights(path)
-    collected = model_holdings(engine, name_of_model(engine, model), borrowed=True, narrow=True)
+    collected = model_holdings(engine, name_of_model(engine, model), borrowed=True)
     specs = collected.specs
     first = {name: key for key, spec in specs.items() for name in (key, *spec.aliases)}
     wanted = {name: Form(specs[key].dtype, specs[key].shape) for name, key in first.items()}

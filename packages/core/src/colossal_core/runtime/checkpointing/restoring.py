@@ -106,6 +106,7 @@ def load_checkpoint(
             lambda: _fill_everything(engine, manifest, reader, pairs, findings),
         )
         bytes_read = reader.bytes_read
+    engine.manager.publish_values()
     return Loaded(
         path=directory,
         step=manifest.step,
@@ -172,7 +173,7 @@ def _match_models(engine: Engine, manifest: Manifest, findings: _Findings) -> It
     for name in engine.models:
         prefix = "" if len(engine.models) == 1 and len(stored) <= 1 else f"{name}: "
         record = stored.pop(name, None)
-        wanted = model_holdings(engine, name, narrow=True)
+        wanted = model_holdings(engine, name)
         yield from _match(prefix, record, wanted, findings)
     findings.unexpected.extend(f"model {name!r}" for name in stored)
 
@@ -274,8 +275,6 @@ def _fill_everything(
         record = manifest.objects.get(average_name(index))
         if record is not None:
             average.num_updates = int(record.details["num_updates"])
-    # A backward through a graph from before would use the new weights: torch shall refuse it.
-    torch.autograd.graph.increment_version([parameter for _, parameter in engine.context.table.parameters()])
     engine.progress.num_steps = manifest.step
     restore_run_state(engine, manifest.run)
     _restore_random(engine, manifest, reader)

@@ -74,6 +74,9 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Levels that ``torch.compile`` and torch's wrapper for recomputation put into the names of modules."""
 
+KEPT = "kept"
+"""Name under which :func:`places_by_key` sorts what is kept of values."""
+
 SMALLEST_CUT = 64 << 10
 """Bytes below which a box is written by one rank: finer cuts make the manifest longer and nothing faster."""
 
@@ -140,20 +143,18 @@ def model_holdings(
     *,
     places: PlacesByKey | None = None,
     borrowed: bool = False,
-    narrow: bool = False,
     hidden: bool = False,
 ) -> Collected:
     """Return what this rank holds of the parameters and persistent buffers of a model, in serial order.
 
-    Parameters that are updated in a wider dtype appear in that dtype: their masters are what is known of
-    them, and their values follow from those.
+    Parameters appear as the memory manager keeps them, masters in their wider dtype for example. Who writes
+    into them lets the manager publish what models compute with.
 
     Args:
         engine: The built pieces.
         model: Name of the model.
         places: From :func:`places_by_key`, for callers that read several objects.
         borrowed: Also return tensors that another model owns and this one shares, under its own names.
-        narrow: Also return the values beside masters, for whoever writes into both.
         hidden: Also return buffers that are not persistent.
     """
     table, layout, rank = engine.context.table, engine.context.mesh.layout, engine.context.mesh.rank
@@ -166,11 +167,8 @@ def model_holdings(
             continue
         names = [plain_name(name) for name in names]
         source = places.get(entry.key, {})
-        is_wide = "master" in source or _has_master(engine, entry)
-        kept = list(source.get("master" if is_wide else "value", ()))
-        if is_wide and narrow:
-            kept += source.get("value", ())
-        dtype = torch.float32 if is_wide else table.tensor(entry).dtype
+        kept = source.get(KEPT, [])
+        dtype = _kept_dtype(engine, entry, kept)
         spec = Spec(dtype=dtype, shape=entry.shape, aliases=tuple(names[1:]))
         found.add(names[0], spec, holdings_of(names[0], kept, table, layout, rank))
     return found
@@ -193,7 +191,7 @@ def optimizer_holdings(engine: Engine, index: int, *, places: PlacesByKey | None
         if table.tensor(entry) not in mine:
             continue
         for state, kept in source.items():
-            if state in {"value", "master", "gradient"}:
+            if state in {KEPT, "gradient"}:
                 continue
             name = f"{qualified_name(engine, entry.key)}.{state}"
             spec = Spec(dtype=kept[0].tensor.dtype, shape=entry.shape)
@@ -239,24 +237,39 @@ def plain_name(name: str) -> str:
 
 
 def places_by_key(engine: Engine) -> PlacesByKey:
-    """Sort the places of this rank by parameter, in the order of the table, and state."""
-    found: dict[Key, dict[str, list[Place]]] = {entry.key: {} for entry in engine.context.table}
+    """Sort the places of this rank by parameter, in the order of the table, and state.
+
+    What is kept of values stands under :data:`KEPT`: for parameters as the manager says, for buffers
+    themselves.
+    """
+    table = engine.context.table
+    found: PlacesByKey = {entry.key: {} for entry in table}
     for place in engine.manager.places():
-        found[engine.context.table[place.key].key].setdefault(place.state, []).append(place)
+        entry = table[place.key]
+        if place.state not in {"value", "master"}:
+            found[entry.key].setdefault(place.state, []).append(place)
+        elif entry.kind == "buffer":
+            found[entry.key].setdefault(KEPT, []).append(place)
+    for place in engine.manager.kept_places():
+        if table[place.key].kind == "parameter":
+            found[table[place.key].key].setdefault(KEPT, []).append(place)
     return found
 
 
-def _has_master(engine: Engine, entry: Entry) -> bool:
-    """Whether some rank keeps a parameter in a wider dtype for its update, though this one may not."""
+def _kept_dtype(engine: Engine, entry: Entry, kept: Sequence[Place]) -> torch.dtype:
+    """Return the dtype in which a tensor is kept, which a rank may have to say that keeps nothing of it."""
     tensor = engine.context.table.tensor(entry)
-    if entry.kind == "buffer" or not tensor.is_floating_point() or tensor.dtype.itemsize > 2:
-        return False
-    return tensor.requires_grad and any(
+    if kept:
+        return kept[0].tensor.dtype
+    if entry.kind == "buffer" or not tensor.is_floating_point() or not tensor.requires_grad:
+        return tensor.dtype
+    is_updated = any(
         tensor is parameter
         for optimizer in engine.optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
+    return torch.promote_types(tensor.dtype, torch.float32) if is_updated else tensor.dtype
 
 
 def _non_persistent(model: nn.Module) -> set[str]:
