@@ -262,8 +262,8 @@ def randomise(model: nn.Module, *, seed: int) -> None:
     around_one = {id(module.weight) for module in model.modules() if isinstance(module, norms)}
     with torch.no_grad():
         for parameter in model.parameters():
-            fan_in = parameter[0].numel() if parameter.dim() > 1 else parameter.numel()
-            spread = 0.2 if parameter.dim() < 2 else fan_in**-0.5
+            fan_in = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else parameter.numel()
+            spread = 0.2 if parameter.dim() < 2 or not fan_in else fan_in**-0.5
             values = torch.randn(parameter.shape, generator=source, dtype=torch.float64) * spread
             parameter.copy_(values + 1 if id(parameter) in around_one else values)
 

@@ -18,6 +18,7 @@ from torch import nn
 from colossal_core.errors import CapabilityError
 from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
 from colossal_core.runtime.copies import refuse_copies
+from colossal_core.runtime.mesh import PARAMETERS
 from colossal_core.runtime.segments import OwnedRange
 from colossal_core.runtime.table import Place
 from colossal_zero.manager import AbstractZeroManager
@@ -50,7 +51,7 @@ class DividedManager(AbstractZeroManager):
         """
         _refuse_compiled(models)
         mesh = context.mesh
-        groups = {spec: mesh.group(spec) for spec in self.groups(context.table)}
+        groups = {spec: mesh.group(spec, PARAMETERS) for spec in self.groups(context.table)}
         self._residency = Residency(context.collectives, groups)
         self._units: dict[UnitKey, Unit] = {}
         self._frozen: list[OwnedRange] = []
@@ -111,7 +112,10 @@ class DividedManager(AbstractZeroManager):
         members = [
             (entry, parameter)
             for entry, parameter in self._context.table.parameters()
-            if parameter not in taken and entry.parts and self._divided(entry).axes
+            if parameter not in taken
+            and entry.parts
+            and self._divided(entry).axes
+            and (parameter.is_floating_point() or parameter.is_complex())
         ]
         for plan in plan_lanes(members, self._rules(keeps_whole=False)):
             group = self._context.mesh.group(plan.divided)
@@ -170,17 +174,20 @@ class DividedManager(AbstractZeroManager):
         """Leave it to the next forward to gather."""
         return lambda _: None
 
-    def step(self, optimizer: int, *, scale: float) -> None:
-        """Update every parameter that had a gradient on any rank."""
-        super().step(optimizer, scale=scale)
-        self._residency.note_versions()
-
     # --- books ----------------------------------------------------------------------------------------------
 
     def places(self) -> Iterator[Place]:
         """Publish values, masters, gradients and states, and the values of frozen parameters."""
+        yield from self._divide_frozen(super().places())
+
+    def kept_places(self) -> Iterator[Place]:
+        """Publish masters, or values, of the shards of this rank."""
+        yield from self._divide_frozen(super().kept_places())
+
+    def _divide_frozen(self, places: Iterator[Place]) -> Iterator[Place]:
+        """Put the shards of frozen parameters in place of what shows NaN."""
         frozen = {slot.entry.key for held in self._frozen for slot in held.buffer.slots}
-        yield from (place for place in super().places() if place.key not in frozen or place.state != "value")
+        yield from (place for place in places if place.key not in frozen or place.state != "value")
         for held in self._frozen:
             yield from held.places("value", held.values)
 

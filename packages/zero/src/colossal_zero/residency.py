@@ -81,6 +81,7 @@ class _Home:
         buffer: The buffer.
         storage: Its storage, held so that it can be told from others.
         num_references: How often the storage is referred to when nobody else does.
+        tag: What the last element of the buffer holds.
         guards: What each parameter shows while it is released.
         versions: How often each parameter had been written when it was released.
     """
@@ -89,6 +90,7 @@ class _Home:
     buffer: FlatBuffer
     storage: torch.UntypedStorage
     num_references: int = 0
+    tag: int = 0
     guards: dict[Slot, torch.Tensor] = field(factory=dict)
     versions: dict[Slot, int] = field(factory=dict)
 
@@ -138,6 +140,7 @@ class Residency:
         self._root: Unit | None = None
         self._previous: Unit | None = None
         self._awaits_end = False
+        self._has_failed = False
 
     # --- set-up ---------------------------------------------------------------------------------------------
 
@@ -151,6 +154,8 @@ class Residency:
             like = slot.parameter
             scalar = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
             home.guards[slot] = scalar.expand(like.shape)
+        home.tag = 1 + len(self._homes) % 250  # exact in every dtype
+        self._mark(home, held)
         self._homes[home.storage._cdata] = home
         self._guard(home)
         home.num_references = torch._C._storage_Use_Count(home.storage._cdata)  # noqa: SLF001 - no public name
@@ -339,7 +344,7 @@ class Residency:
 
     def release(self, unit: Unit) -> None:
         """Keep only the shards of a unit, with what the user changed in its values."""
-        if unit.state == "released" or self._pins:
+        if unit.state == "released" or self._pins or self._has_failed:
             return
         self._finish(unit)
         unit.state = "released"
@@ -350,12 +355,6 @@ class Residency:
             self._lingering.add(home)
         for home in list(self._lingering):
             self._free(home)
-
-    def note_versions(self) -> None:
-        """Take the present state of released parameters as the one that nobody wrote to."""
-        for home in self._homes.values():
-            if home.unit.state == "released":
-                home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
 
     def check_guards(self) -> None:
         """Refuse what was written to released parameters.
@@ -387,9 +386,13 @@ class Residency:
         """Wait for the gather of a unit, and show its values."""
         if unit.state != "pending":
             return
+        self._has_failed = True  # unless it comes to an end
         for pending in unit.pending:
             pending.wait()
         unit.pending.clear()
+        for held in unit.ranges:
+            self._check_tag(self._homes[held.buffer.values.untyped_storage()._cdata])
+        self._has_failed = False
         unit.state = "resident"
         for held in unit.ranges:
             buffer = held.buffer
@@ -397,19 +400,38 @@ class Residency:
                 slot.parameter.data = buffer.value_view(slot)
             buffer.note_versions()
 
+    def _mark(self, home: _Home, held: OwnedRange) -> None:
+        """Write into the last element of a buffer, which no parameter needs, whose it is."""
+        if self._groups[held.divided].index == self._groups[held.divided].size - 1:
+            held.values[-1] = home.tag
+            held.master[-1] = home.tag
+
+    def _check_tag(self, home: _Home) -> None:
+        """Refuse values that the last rank gathered for another unit.
+
+        Raises:
+            RankMismatchError: Naming the unit.
+        """
+        if home.buffer.device.type == "cpu" and home.buffer.values[-1].item() != home.tag:
+            raise self._collectives.fail(
+                f"a rank gathered parameters of {home.unit.name!r} while another gathered those of another "
+                "unit: they run different modules"
+            )
+
     @staticmethod
     def _take_edits(held: OwnedRange, *, suspects_all: bool = False) -> None:
         """Bring the shard in line with what the user wrote into the values."""
         master = held.master if held.keeps_master else None
         if held.buffer.take_edits(master, held.start, suspects_all=suspects_all):
-            held.values.copy_(held.buffer.values[held.start : held.stop])
+            values = held.buffer.values[held.start : held.stop]
+            if not torch.equal(values, held.values):  # otherwise a version would say that it was written
+                held.values.copy_(values)
 
-    @staticmethod
-    def _guard(home: _Home) -> None:
+    def _guard(self, home: _Home) -> None:
         """Let parameters show NaN."""
         for slot, guard in home.guards.items():
             slot.parameter.data = guard
-        home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
+        self._note_versions(home)
 
     def _check(self, home: _Home) -> None:
         """Refuse what was written to the released parameters of one buffer.
@@ -418,14 +440,21 @@ class Residency:
             UsageError: Naming the parameter.
         """
         for slot, version in home.versions.items():
-            if (
-                slot.parameter._version != version
-                or slot.parameter.data_ptr() != home.guards[slot].data_ptr()
-            ):
+            guard = home.guards[slot]
+            is_shown = slot.parameter.data_ptr() == guard.data_ptr()
+            # A version also moves when the values of the shards are new, as after an update.
+            is_written = slot.parameter._version != version and not bool(guard.as_strided((), ()).isnan())
+            if is_written or not is_shown:
                 raise UsageError(
                     f"parameter {slot.name!r} was written while only a shard of it was here; that is lost",
                     hint="edit parameters within booster.full_parameters(model)",
                 )
+        self._note_versions(home)
+
+    @staticmethod
+    def _note_versions(home: _Home) -> None:
+        """Take the present state of the released parameters of one buffer as not written."""
+        home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
 
     def _free(self, home: _Home) -> None:
         """Give the memory of one buffer back, unless something else refers to it."""

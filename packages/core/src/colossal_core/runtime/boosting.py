@@ -44,7 +44,7 @@ from colossal_core.runtime.launch import rendezvous_store
 from colossal_core.runtime.ledger import Ledger
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
 from colossal_core.runtime.materialise import allocate_rest, draw_blueprints, initialise, move_model
-from colossal_core.runtime.mesh import GRADIENTS, Mesh
+from colossal_core.runtime.mesh import CONTROL, GRADIENTS, PARAMETERS, Mesh
 from colossal_core.runtime.objects import Objects, check_model, mark_boosted
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.precision import CastBorder, Precision, inner_borders
@@ -390,8 +390,9 @@ def _create_groups(
     }
     divisions = _of_all_ranks(manager.groups(context.table), agreement)
     context.mesh.everyone()
-    for spec in divisions:
-        context.mesh.group(spec)
+    for channel in (CONTROL, PARAMETERS):
+        for spec in divisions:
+            context.mesh.group(spec, channel)
     reductions = (*_of_all_ranks(sums, agreement), *divisions)
     for index in range(num_optimizers):
         for spec in reductions:

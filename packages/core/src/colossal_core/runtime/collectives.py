@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from attrs import define
 
+from colossal_core.errors import RankMismatchError
 from colossal_core.runtime.ledger import Ledger, Transfer
 
 if TYPE_CHECKING:
@@ -146,6 +147,12 @@ class Collectives:
         work = dist.all_to_all_single(output.view(-1), full.view(-1), group=group.handle, async_op=True)
         return Pending(work, wait=wait)
 
+    def fail(self, reason: str) -> RankMismatchError:
+        """Return the error to raise where ranks turn out to do different things; others raise, too."""
+        if self._standstill is not None:
+            return self._standstill.fail(reason)
+        return RankMismatchError(f"ranks do different things: {reason}", hint="look at what each does")
+
     def _book(
         self, op: str, tensor: torch.Tensor, group: Group, phase: str
     ) -> Callable[[dist.Work], None] | None:
@@ -165,7 +172,8 @@ class Collectives:
         if watch is None or group.backend != "gloo":
             return None
         number = self.ledger.counts[group.name]
-        return lambda work: watch.wait(work, group, number, f"{op} of {phase}")
+        what = f"{op} of {phase} ({tensor.numel() * tensor.element_size()} bytes)"
+        return lambda work: watch.wait(work, group, number, what)
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:

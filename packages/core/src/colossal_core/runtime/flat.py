@@ -12,7 +12,8 @@ agreeing costs no message of its own.
 
 # Note [Shards of a buffer]
 A buffer that is divided among ``k`` ranks is padded to ``k`` equal spans, so a reduce-scatter or a gather
-needs no sizes; it has no flags and notes, which every span would need. Spans cut through parameters wherever
+needs no sizes; it has no flags and notes, which every span would need. The last element belongs to no
+parameter, so that who gathers it can tell whose buffer it is. Spans cut through parameters wherever
 they end, unless the parameters have to stay whole: then each span is dealt whole ones, largest first, to the
 span that holds least.
 """
@@ -127,7 +128,7 @@ class FlatBuffer:
             starts, self.span_numel = deal_whole(sizes, num_shards)
         else:
             starts = [0, *itertools.accumulate(sizes)][:-1]
-            self.span_numel = _align(-(-sum(sizes) // num_shards)) if num_shards > 1 else sum(sizes)
+            self.span_numel = _align(-(-(sum(sizes) + 1) // num_shards)) if num_shards > 1 else sum(sizes)
         self.slots: list[Slot] = [
             Slot(entry, parameter, start, start + size, index)
             for index, ((entry, parameter), start, size) in enumerate(zip(pairs, starts, sizes, strict=True))
@@ -304,7 +305,7 @@ def deal_whole(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
         shard = held.index(min(held))
         shards[index] = (shard, held[shard])
         held[shard] += sizes[index]
-    span = _align(max(held))
+    span = _align(max(held) + 1)
     return [shard * span + offset for shard, offset in shards], span
 
 

@@ -20,13 +20,17 @@ from colossal_core.mesh import GroupSpec, MeshLayout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CONTROL", "GRADIENTS", "Group", "Mesh"]
+__all__ = ["CONTROL", "GRADIENTS", "PARAMETERS", "Group", "Mesh"]
 
 CONTROL = "control"
 """Channel of everything that is issued at the same place of the program on all ranks."""
 
 GRADIENTS = "gradients"
 """Channel of reductions that leave while backward runs."""
+
+PARAMETERS = "parameters"
+"""Channel of gathers that the modules of a model ask for: they must not be paired with anything else where a
+rank runs other modules than the rest."""
 
 
 @frozen(eq=False)

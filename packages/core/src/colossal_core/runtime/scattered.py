@@ -172,6 +172,7 @@ class ScatteredLane(AbstractLane):
         if self._has_ended:
             self._has_ended = False
             self._num_owed += 1
+            self._count_anew()
         elif self._num_owed == 0 and (index < self.next or touch.withdraws):
             self._num_owed = 1
         self._pay_rounds()
@@ -410,10 +411,12 @@ class ScatteredLane(AbstractLane):
         self._is_first_round = False
         self._num_owed = max(self._num_owed - 1, 0)
         self.next = 0
-        if self._each_backward:
-            for touch in self._all:
-                touch.num_most, touch.num_touches = max(touch.num_most, touch.num_touches), 0
         self.predict()
+
+    def _count_anew(self) -> None:
+        """Count gradients from here on for the next round, which has begun even if the last is still open."""
+        for touch in self._all:
+            touch.num_most, touch.num_touches = max(touch.num_most, touch.num_touches), 0
 
     # --- what comes back ------------------------------------------------------------------------------------
 

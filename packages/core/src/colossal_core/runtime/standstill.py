@@ -104,11 +104,16 @@ class Standstill:
         seen: dict[int, _Seen] = {}
         while not _wait(work, BEAT_SECONDS):
             self._publish(place)
-            self._reason = self._look(place, seen)
-            if self._reason:
-                self._publish({"reason": self._reason})
-                raise _error(self._reason)
+            reason = self._look(place, seen)
+            if reason:
+                raise self.fail(reason)
         self._publish(None)
+
+    def fail(self, reason: str) -> RankMismatchError:
+        """Let all who wait for this rank know that it cannot go on, and return the error to raise."""
+        self._reason = reason
+        self._publish({"reason": reason})
+        return _error(reason)
 
     def _publish(self, place: Any) -> None:
         """Say where this rank stands; None when it goes on."""
@@ -119,7 +124,8 @@ class Standstill:
         """Read the notes of all for whom this rank waits, directly or not.
 
         Returns:
-            Why it can never go on: they close a circle, or one of them has raised; else nothing.
+            Why it can never go on: they close a circle, two met with different operations, or one of them has
+            raised; else nothing.
         """
         standing: dict[int, Any] = {self.rank: place}
         ahead = [self.rank]
@@ -133,9 +139,11 @@ class Standstill:
                     continue
                 if "reason" in theirs:
                     return str(theirs["reason"])
-                if theirs["counts"].get(mine["group"], 0) >= mine["number"]:
+                is_same_place = (theirs["group"], theirs["number"]) == (mine["group"], mine["number"])
+                differs = is_same_place and theirs["what"] != mine["what"]
+                if theirs["counts"].get(mine["group"], 0) >= mine["number"] and not differs:
                     continue  # it has done its part
-                is_circle = is_circle or other == self.rank
+                is_circle = is_circle or differs or other == self.rank
                 if other not in standing:
                     standing[other] = theirs
                     ahead.append(other)
