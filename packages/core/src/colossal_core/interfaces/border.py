@@ -22,4 +22,8 @@ class AbstractBorder(ABC):
 
     @abstractmethod
     def exit(self, outputs: Any) -> Any:
-        """Return what the caller of the model shall get."""
+        """Return what the caller of the model shall get.
+
+        While ``context.crossing.goes_to_loss`` only a loss will see it, and work may be put off; what is put
+        off is in ``context.crossing.completions``.
+        """

@@ -281,7 +281,7 @@ class Booster(StateCalls):
         self._check_model(model)
         with engine.reporting():
             loss, outputs = engine.executor.evaluate(model, batch, criterion)
-        return (loss, outputs) if return_outputs else loss
+            return (loss, engine.context.crossing.complete(outputs)) if return_outputs else loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -119,6 +119,7 @@ def build_engine(
         collectives=Collectives(ledger, standstill=Standstill.watch(rendezvous_store(), world.rank, ledger)),
         plan=plan,
         precision=proposed.precision,
+        agreement=agreement,
         arrivals=Arrivals(LossScale() if plan.precision == "fp16" else None),
         weights=LossWeights(num_optimizers=len(objects.optimizers), is_active=plan.accumulate > 1),
     )

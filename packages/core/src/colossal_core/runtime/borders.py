@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from torch import nn
@@ -10,7 +12,40 @@ if TYPE_CHECKING:
 
     from colossal_core.interfaces import AbstractBorder
 
-__all__ = ["hook_border"]
+__all__ = ["Crossing", "hook_border"]
+
+
+@final
+class Crossing:
+    """Where the outputs go that leave a model now; one per Booster.
+
+    A border whose ``exit`` costs something, such as gathering logits that a loss can read in pieces, may put
+    it off while outputs go straight into a loss. What was put off is made up for by :meth:`complete`.
+
+    Attributes:
+        goes_to_loss: Whether only a loss will see the outputs.
+        completions: What borders do to outputs, in order, once somebody else shall see them.
+    """
+
+    def __init__(self) -> None:
+        """Start where the user calls the model."""
+        self.goes_to_loss = False
+        self.completions: list[Callable[[Any], Any]] = []
+
+    @contextmanager
+    def to_loss(self) -> Iterator[None]:
+        """Call a model for its loss."""
+        before, self.goes_to_loss = self.goes_to_loss, True
+        try:
+            yield
+        finally:
+            self.goes_to_loss = before
+
+    def complete(self, outputs: Any) -> Any:
+        """Return outputs that went into a loss as users see them; collective where something was put off."""
+        for completion in self.completions:
+            outputs = completion(outputs)
+        return outputs
 
 
 def hook_border(module: nn.Module, border: AbstractBorder) -> list[RemovableHandle]:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 
 from colossal_core.runtime.batchnorm import RowWeights
+from colossal_core.runtime.borders import Crossing
 
 if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.plan import Plan
     from colossal_core.runtime.accumulation import LossWeights
+    from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.arrivals import Arrivals
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Mesh
@@ -33,12 +35,14 @@ class Context:
         collectives: The only way to communicate, with its ledger.
         plan: The plan of this run.
         precision: Dtypes of the plan.
+        agreement: How ranks tell each other what they decided, without a collective.
         arrivals: Weight and loss scale of gradients that backward delivers.
         weights: What losses of micro-batches weigh, for executors.
         row_weights: How much the rows of this rank's batch count in batch statistics; set by whoever hands
             out the batch.
         before_rerun: Called with a module whose forward is about to run again inside backward, without its
             hooks; for managers that have to bring its parameters back.
+        crossing: Where outputs go that leave a model now, for borders.
         undo: What ``booster.release`` calls, last first, once parameters own their memory again.
     """
 
@@ -47,8 +51,10 @@ class Context:
     collectives: Collectives
     plan: Plan
     precision: Precision
+    agreement: Agreement
     arrivals: Arrivals
     weights: LossWeights
     row_weights: RowWeights = field(factory=RowWeights)
     before_rerun: list[Callable[[nn.Module], None]] = field(factory=list)
+    crossing: Crossing = field(factory=Crossing)
     undo: list[Callable[[], None]] = field(factory=list)

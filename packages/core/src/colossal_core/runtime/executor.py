@@ -181,7 +181,8 @@ class PlainExecutor(AbstractExecutor):
     def _forward(self, model: nn.Module, call: Call) -> Any:
         """Call the model; where it fails on this rank only, the others know why."""
         try:
-            return model(*call.args, **call.kwargs)
+            with self._context.crossing.to_loss():
+                return model(*call.args, **call.kwargs)
         except Exception as err:
             if not self._communicates(model):  # else the others may be anywhere inside of it
                 told = f"{type(err).__name__}: {err}"
