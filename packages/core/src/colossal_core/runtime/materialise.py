@@ -151,7 +151,9 @@ def take_meta(parameter: torch.Tensor, view: torch.Tensor) -> None:
         parameter: The parameter.
         view: Memory of its shape.
     """
-    filled = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    # Not made from the view itself, whose count of writes it would share with all others in that memory.
+    filled = nn.Parameter(view.new_empty(0), requires_grad=parameter.requires_grad)
+    filled.data = view
     torch.utils.swap_tensors(parameter, filled)
 
 
