@@ -233,6 +233,17 @@ def bench_replicated(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
+def bench_zero(session: nox.Session) -> None:
+    """Compare `zero1` to `zero3` with DDP, FSDP2 and DeepSpeed: -- [--ranks 2 4] [--sweep] [...]."""
+    install(session, "core", "cli", "zero")
+    session.install("numpy", "packaging", "setuptools", "wheel")  # what building the next one needs
+    # Left out, and named in the table, where it does not install.
+    without_kernels = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    session.install("--no-build-isolation", "deepspeed", env=without_kernels, success_codes=[0, 1])
+    run_ranks(session, "python", "-m", "benchmarks.zero", *session.posargs)
+
+
+@nox.session(python=PYTHON)
 @each_member
 def changelog(session: nox.Session, member: str) -> None:
     """Show the next changelog entry of one member: -- --write VERSION puts it into CHANGELOG.md."""

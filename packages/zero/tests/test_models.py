@@ -96,6 +96,14 @@ def test_copies_are_exact(name: str, stage: Stage) -> None:
     compare(found, train_alone(name, 4))
 
 
+@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 1), (1, 2), (2, 2), (3, 3)])
+def test_updates_on_the_host_are_exact(stage: Stage, num_ranks: int) -> None:
+    """Masters, gradients of the shard and states are elsewhere; the numbers are the same."""
+    found = run_ranks(train, num_ranks, "adapted", (Zero(stage=stage, offload="optimizer"),))
+
+    compare(found, train_alone("adapted", num_ranks))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_optimizers_that_need_shapes_are_exact(optimizer: str, stage: Stage) -> None:

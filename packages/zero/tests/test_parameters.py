@@ -232,6 +232,34 @@ def test_calls_that_differ_in_number_are_refused_or_run_on_whole_parameters() ->
     assert long == pytest.approx(wanted)
 
 
+def penalise() -> dict[str, torch.Tensor]:
+    """Add a penalty that reads weights outside of any module."""
+    booster, model, optimizer = boost()
+    for step in range(2):
+        with booster.full_parameters(model):
+            loss = loss_of(model, dist.get_rank(), step)
+            (loss + model.blocks[1].up.weight.abs().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with booster.full_parameters(model) as full:
+        return {name: value.clone() for name, value in full.items()}
+
+
+def test_penalties_on_parameters_are_exact_where_they_are_whole() -> None:
+    """Within the context, forward, penalty and backward read whole parameters."""
+    model: Any = build("tower")
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = (loss_of(model, 0, step) + loss_of(model, 1, step)) / 2
+        (loss + model.blocks[1].up.weight.abs().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for found in run_ranks(penalise, 2):
+        for name, value in model.named_parameters():
+            assert_close(found[name], value.detach(), name)
+
+
 def compile_first() -> None:
     """Boost a compiled model."""
     model = build("tower")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from colossal_core.errors import CapabilityError
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.flat_manager import AbstractFlatManager, Owned
 from colossal_core.runtime.scattered import ScatteredLane, Shard
@@ -43,15 +42,7 @@ class AbstractZeroManager(AbstractFlatManager):
     """Divides gradients and optimizer state among data ranks."""
 
     def __init__(self, options: Zero) -> None:
-        """Remember the options; see :class:`colossal_zero.Zero`.
-
-        Raises:
-            CapabilityError: They ask for what is not there yet.
-        """
-        if options.offload is not None:
-            raise CapabilityError(
-                f"Zero(offload={options.offload!r}) is not there yet", hint="leave offload out"
-            )
+        """Remember the options; see :class:`colossal_zero.Zero`."""
         self.options = options
 
     def groups(self, table: ParameterTable) -> Iterable[GroupSpec]:
@@ -83,7 +74,7 @@ class AbstractZeroManager(AbstractFlatManager):
         everyone = mesh.group(plan.reduce, channel)
         group = mesh.group(plan.divided, channel)
         if group.size == 1:
-            owned.ranges.extend(OwnedRange.whole(buffer) for buffer in plan.buffers)
+            owned.ranges.extend(self._hold(buffer) for buffer in plan.buffers)
             owned.window.add_summed_lane(everyone, plan.buffers)
             return
         shards = []
@@ -104,22 +95,47 @@ class AbstractZeroManager(AbstractFlatManager):
             )
         )
 
+    def _hold(self, buffer: FlatBuffer) -> OwnedRange:
+        """Allocate one buffer that this rank holds whole."""
+        master = self._allocate_master(buffer, buffer.numel)
+        buffer.take_values(master=master)
+        buffer.allocate_gradients()
+        values, gradient = buffer.values, buffer.gradients[: buffer.numel]
+        held = OwnedRange(buffer, 0, buffer.numel, values, values if master is None else master, gradient)
+        return self._with_staging(held)
+
     def _divide(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
         """Allocate one buffer, and what this rank keeps of it."""
         span = buffer.span_numel
         start, stop = group.index * span, (group.index + 1) * span
-        master = None
-        if buffer.kind.dtype.itemsize == 2:
-            master = torch.zeros(span, dtype=torch.float32, device=buffer.device)
+        master = self._allocate_master(buffer, span)
         buffer.take_values(master=master, start=start)
         buffer.allocate_gradients()
         gradient = buffer.gradients[start:stop]
         if self.options.stage > 1:
             gradient = torch.zeros_like(gradient)
         values = self._keep_values(buffer, start)
-        return OwnedRange(
-            buffer, start, stop, values, values if master is None else master, gradient, divided
+        return self._with_staging(
+            OwnedRange(buffer, start, stop, values, values if master is None else master, gradient, divided)
         )
+
+    def _allocate_master(self, buffer: FlatBuffer, numel: int) -> torch.Tensor | None:
+        """Return memory for masters: beside 16-bit values, and in host memory beside all when offloading."""
+        wide = torch.promote_types(buffer.kind.dtype, torch.float32)
+        if self.options.offload is not None:
+            return torch.zeros(numel, dtype=wide, device="cpu")
+        if buffer.kind.dtype.itemsize > 2:
+            return None
+        return torch.zeros(numel, dtype=wide, device=buffer.device)
+
+    def _with_staging(self, held: OwnedRange) -> OwnedRange:
+        """Give a range memory on the host for its gradients, when the update runs there."""
+        if self.options.offload is not None:
+            is_remote = held.gradient.device.type != "cpu"
+            held.staged = torch.empty(
+                held.gradient.shape, dtype=held.gradient.dtype, device="cpu", pin_memory=is_remote
+            )
+        return held
 
     def _keep_values(self, buffer: FlatBuffer, start: int) -> torch.Tensor:
         """Return this rank's shard of the values of a buffer."""

@@ -57,7 +57,9 @@ class Zero:
             reduce each backward: several before a step cost traffic each, and no memory.
         replicas: Number of copies of what is divided: each is divided among D/replicas ranks, so that gathers
             stay inside a machine and only shards of gradients travel between machines.
-        offload: ``"optimizer"`` keeps optimizer state and masters in host memory.
+        offload: ``"optimizer"`` keeps optimizer state and masters in host memory, and runs the update there:
+            per step gradients of the shard travel to the host, and values back. Masters exist in every
+            precision then.
 
     Raises:
         UsageError: An option is something else.

@@ -56,7 +56,9 @@ def estimate_table(
             whole, span = buffer.padded_numel, buffer.span_numel
             found["values"] += (span if options.stage == 3 else whole) * dtype.itemsize
             found["gradients"] += (whole if options.stage == 1 else span) * dtype.itemsize
-            found["masters"] += span * wide if dtype.itemsize < wide else 0
+            if options.offload is not None:
+                found["gradients"] += span * dtype.itemsize  # the copy on the host, where the update runs
+            found["masters"] += span * wide if dtype.itemsize < wide or options.offload is not None else 0
             found["states"] += span * wide * optimizer_states
     for entry, parameter in table.parameters():
         if not (entry.trainable and entry.parts):

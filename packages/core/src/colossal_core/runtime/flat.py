@@ -202,8 +202,8 @@ class FlatBuffer:
                 first, last = slot.within(start, start + master.numel())
                 wide, values = master[first - start : last - start], self.values[first:last]
                 # Elsewhere the master keeps the bits that the narrow value does not have.
-                is_edited = wide.to(values.dtype) != values
-                wide.copy_(torch.where(is_edited, values.to(wide.dtype), wide))
+                here = wide.to(values.device)
+                wide.copy_(torch.where(here.to(values.dtype) != values, values.to(here.dtype), here))
         self.note_versions()
         return found
 

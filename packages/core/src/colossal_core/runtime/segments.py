@@ -49,6 +49,9 @@ class OwnedRange:
         master: The range in the dtype of the update; the same tensor as ``values`` where none wider is kept.
         gradient: The range of the reduced gradients, 1-D; may be overwritten by the update.
         divided: Ranks among which the buffer is divided; no axes when this rank owns all of it.
+        staged: Where the gradients are copied to before the update, when it runs on another device than the
+            model; None when it runs where they are.
+        is_staged: Tells when that copy has ended, on accelerators.
     """
 
     buffer: FlatBuffer
@@ -58,6 +61,8 @@ class OwnedRange:
     master: torch.Tensor
     gradient: torch.Tensor
     divided: GroupSpec = GroupSpec()
+    staged: torch.Tensor | None = None
+    is_staged: torch.Event | None = None
 
     @classmethod
     def whole(cls, buffer: FlatBuffer) -> OwnedRange:
@@ -70,6 +75,23 @@ class OwnedRange:
         values = buffer.values
         gradient = buffer.gradients[: buffer.numel]
         return cls(buffer, 0, buffer.numel, values, values if master is None else master, gradient)
+
+    def stage(self) -> None:
+        """Start to copy the gradients to where the update runs."""
+        if self.staged is not None:
+            self.staged.copy_(self.gradient, non_blocking=True)
+            if self.gradient.device.type != "cpu":
+                self.is_staged = torch.Event(self.gradient.device)
+                self.is_staged.record()
+
+    def arrived(self) -> torch.Tensor:
+        """Return the gradients where the update runs, waiting for the copy."""
+        if self.staged is None:
+            return self.gradient
+        if self.is_staged is not None:
+            self.is_staged.synchronize()
+            self.is_staged = None
+        return self.staged
 
     @property
     def keeps_master(self) -> bool:
@@ -260,6 +282,8 @@ class SegmentedOptimizer:
             is_live: Whether a parameter had a gradient on any rank.
             updated: Told how many owned ranges, from the first, are done, as more of them are.
         """
+        for owned in self.owned:
+            owned.stage()
         self._split_by_history(is_live)
         self._read_groups()
         live = [segment for segment in self.segments if is_live(segment.slots[0])]
@@ -283,7 +307,7 @@ class SegmentedOptimizer:
     def _update(self, batch: Sequence[Segment], scale: Callable[[FlatBuffer], float]) -> None:
         """Scale the gradients of some segments, update them, and narrow the masters back into the model."""
         for segment in batch:
-            gradient = segment.slice_of(segment.owned.gradient)
+            gradient = segment.slice_of(segment.owned.arrived())
             if gradient.dtype != segment.leaf.dtype:
                 gradient = gradient.to(segment.leaf.dtype)
             factor = scale(segment.owned.buffer)
