@@ -117,7 +117,12 @@ class MicroBatchExecutor(AbstractExecutor):
         return mean.to(torch.float32)
 
     def evaluate(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        *,
+        wants_outputs: bool = True,
     ) -> tuple[torch.Tensor, Any]:
         """Not needed here."""
         raise NotImplementedError

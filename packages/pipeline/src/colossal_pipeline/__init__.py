@@ -5,4 +5,6 @@ Importing this costs nothing: torch comes with the first use.
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from colossal_pipeline.options import Pipeline
+
+__all__ = ["Pipeline"]

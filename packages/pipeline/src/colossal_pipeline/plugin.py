@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from colossal_core.plugins import ScheduleSpec, Target, hookimpl
+from colossal_core.plugins import AxisSpec, ScheduleSpec, StrategySpec, Target, hookimpl
 
 _SCHEDULES = {
     "gpipe": ("All forwards, then all backwards.", "gpipe:GPipe"),
@@ -20,3 +20,18 @@ def colossal_register_pipeline_schedules() -> Iterable[ScheduleSpec]:
     """Offer the schedules."""
     for name, (summary, path) in _SCHEDULES.items():
         yield ScheduleSpec(name=name, summary=summary, target=Target(f"colossal_pipeline.schedules.{path}"))
+
+
+@hookimpl
+def colossal_register_strategies() -> Iterable[StrategySpec]:
+    """Offer the strategy ``pipeline``."""
+    yield StrategySpec(
+        name="pipeline",
+        summary="Put stages of the model on different ranks, and send micro-batches through them.",
+        options=Target("colossal_pipeline.options:Pipeline"),
+        target=Target("colossal_pipeline.strategy:PipelineStrategy"),
+        axes=(AxisSpec(name="pipeline"),),
+        phase="partition",
+        # Parameters that come and go, and layers that communicate, need more than shapes to find flows.
+        excludes=("zero3", "gemini", "tensor-parallel"),
+    )

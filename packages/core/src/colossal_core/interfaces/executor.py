@@ -38,7 +38,12 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def evaluate(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        *,
+        wants_outputs: bool = True,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode without gradients; the modes of all modules are restored.
 
@@ -46,8 +51,9 @@ class AbstractExecutor(ABC):
             model: The boosted model.
             batch: As for :meth:`run`.
             criterion: As for :meth:`run`.
+            wants_outputs: Whether the outputs are asked for; where they have to travel, only then.
 
         Returns:
             The mean loss over the global batch (0-d, fp32, the same on every rank), and the outputs of the
-            samples that this data rank brought.
+            samples that this data rank brought, or None where they are not asked for and were not at hand.
         """

@@ -147,6 +147,32 @@ class Collectives:
         work = dist.all_to_all_single(output.view(-1), full.view(-1), group=group.handle, async_op=True)
         return Pending(work, wait=wait)
 
+    def send(self, tensor: torch.Tensor, group: Group, *, destination: int, phase: str) -> Pending:
+        """Send a tensor to the member at position ``destination``, which receives in the same order.
+
+        Args:
+            tensor: Contiguous, of any dtype; may not change before the message is done.
+            group: The members.
+            destination: Position of the receiver in the group, another one than this rank's.
+            phase: What it is for, for the ledger.
+        """
+        self._enter("send", tensor, group, phase)
+        raw = _as_bytes(tensor)
+        return Pending(dist.isend(raw, group.ranks[destination], group=group.handle))
+
+    def receive(self, tensor: torch.Tensor, group: Group, *, source: int, phase: str) -> Pending:
+        """Fill a tensor with what the member at position ``source`` sends, in the order in which it sends.
+
+        Args:
+            tensor: Contiguous, of the same shape and dtype as what is sent.
+            group: The members.
+            source: Position of the sender in the group, another one than this rank's.
+            phase: What it is for, for the ledger.
+        """
+        self._enter("receive", tensor, group, phase)
+        raw = _as_bytes(tensor)
+        return Pending(dist.irecv(raw, group.ranks[source], group=group.handle))
+
     def fail(self, reason: str) -> RankMismatchError:
         """Return the error to raise where ranks turn out to do different things; others raise, too."""
         if self._standstill is not None:
@@ -157,6 +183,16 @@ class Collectives:
         self, op: str, tensor: torch.Tensor, group: Group, phase: str
     ) -> Callable[[dist.Work], None] | None:
         """Enter one operation into the ledger, and return how to wait for it where somebody watches."""
+        self._enter(op, tensor, group, phase)
+        watch = self._standstill
+        if watch is None or group.backend != "gloo":
+            return None
+        number = self.ledger.counts[group.name]
+        what = f"{op} of {phase} ({tensor.numel() * tensor.element_size()} bytes)"
+        return lambda work: watch.wait(work, group, number, what)
+
+    def _enter(self, op: str, tensor: torch.Tensor, group: Group, phase: str) -> None:
+        """Enter one operation into the ledger."""
         self.ledger.add(
             Transfer(
                 op=op,
@@ -168,12 +204,11 @@ class Collectives:
                 phase=phase,
             )
         )
-        watch = self._standstill
-        if watch is None or group.backend != "gloo":
-            return None
-        number = self.ledger.counts[group.name]
-        what = f"{op} of {phase} ({tensor.numel() * tensor.element_size()} bytes)"
-        return lambda work: watch.wait(work, group, number, what)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes, which every backend sends."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _copy(output: torch.Tensor, source: torch.Tensor) -> None:

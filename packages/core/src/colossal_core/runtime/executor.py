@@ -118,8 +118,11 @@ class PlainExecutor(AbstractExecutor):
         model: nn.Module,
         batch: Any,
         criterion: Callable[..., torch.Tensor] | None,
+        *,
+        wants_outputs: bool = True,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`."""
+        del wants_outputs  # they are here anyway
         self._agreement.begin_exchange()
         modes = [(module, module.training) for module in model.modules()]
         model.eval()

@@ -63,8 +63,8 @@ class Ledger:
         records: Transfers of the step that is running, in order of issue.
         last_step: Transfers of the step before.
         last: The latest transfers of the whole run, for reports.
-        checksums: For each group, a checksum over ``(op, dtype, phase)`` of everything issued so far.
-        counts: For each group, how many operations were issued so far.
+        checksums: For each group, a checksum over ``(op, dtype, phase)`` of all collectives issued so far.
+        counts: For each group, how many collectives were issued so far.
     """
 
     records: list[Transfer] = field(factory=list)
@@ -80,6 +80,8 @@ class Ledger:
         for listener in self._listeners:
             listener.append(transfer)
         self.last.append(transfer)
+        if transfer.op in {"send", "receive"}:
+            return  # between two ranks; the others of the group do not see it
         # Sizes are left out on purpose: they may differ between ranks, the sequence of operations may not.
         text = f"{transfer.op} {transfer.dtype} {transfer.phase}".encode()
         self.checksums[transfer.group] = zlib.crc32(text, self.checksums.get(transfer.group, 0))

@@ -85,7 +85,7 @@ def propose_for_every_rank(
     """
     plan = _plan_of(recipe, piece, settings, registry)
     layout = plan.layout(world_size)
-    strategy = _strategy_of(plan, piece)
+    strategy = _strategy_of(plan, piece, registry)
     work = recipe.build()
     before = _describe_state(work.model)
     problems = []
@@ -173,7 +173,9 @@ def measure_moved(
     booster, work = boost_workload(recipe, [piece], settings, registry)
     context = engine_of(booster).context
     serial = {"model": recipe.build().model}
-    proposal = _strategy_of(plan, piece).propose(serial, plan, context.mesh.layout, context.mesh.rank)
+    proposal = _strategy_of(plan, piece, registry).propose(
+        serial, plan, context.mesh.layout, context.mesh.rank
+    )
     for batch in work.batches[:2]:
         share = share_of(batch, booster.data_rank, booster.data_degree)
         booster.forward_backward(work.model, share, work.criterion)
@@ -213,11 +215,14 @@ def _plan_of(
     return build_plan(Registry.discover() if registry is None else registry(), [piece], **keywords)
 
 
-def _strategy_of(plan: Plan, piece: object) -> AbstractStrategy:
-    """Return the strategy that a plan makes of a piece."""
+def _strategy_of(
+    plan: Plan, piece: object, registry: Callable[[], Registry] | None
+) -> AbstractStrategy:
+    """Return the strategy that a plan makes of a piece, connected to the registry."""
     (planned,) = (one for one in plan.strategies if piece in (one.options, one.name, one.qualified_name))
     kind: Any = planned.record.target.load()
     strategy: AbstractStrategy = kind(planned.options)
+    strategy.connect(Registry.discover() if registry is None else registry())
     return strategy
 
 

@@ -1,0 +1,110 @@
+"""Running steps and evaluations of models that are cut into stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from colossal_core.interfaces import AbstractExecutor
+from colossal_core.mesh import GroupSpec
+from colossal_core.runtime.agreement import Agreement
+from colossal_core.runtime.launch import rendezvous_store
+from colossal_pipeline.step import Gear, Step
+from colossal_pipeline.transport import AXIS, CHANNELS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
+    from colossal_core.runtime.batches import Weight
+    from colossal_core.runtime.context import Context
+    from colossal_core.schedule import PipelineShape
+    from colossal_pipeline.cut_model import CutModel
+    from colossal_pipeline.step import Criterion
+
+__all__ = ["PipelineExecutor"]
+
+
+@final
+class PipelineExecutor(AbstractExecutor):
+    """Runs steps of cut models along a schedule."""
+
+    def __init__(
+        self,
+        context: Context,
+        manager: AbstractMemoryManager,
+        models: Mapping[nn.Module, CutModel],
+        schedule: AbstractSchedule,
+        shape: PipelineShape,
+    ) -> None:
+        """Make the groups; collective.
+
+        Args:
+            context: Mesh, table, collectives and plan.
+            manager: Is told that several backward passes follow each other.
+            models: What was cut, by model.
+            schedule: In which order stages compute.
+            shape: The pipeline, with as many micro-batches as a full batch has.
+        """
+        layout, mesh = context.mesh.layout, context.mesh
+        for channel in CHANNELS:
+            mesh.group(GroupSpec((AXIS,)), channel)
+        batch_axes = tuple(axis.name for axis in layout.axes if axis.divides_batch)
+        self._models = dict(models)
+        self._degree = layout.gradient_divisor
+        self._gear = Gear(
+            context=context,
+            manager=manager,
+            agreement=Agreement(rendezvous_store(), mesh.rank, layout.world_size),
+            line=mesh.group(GroupSpec((AXIS,))),
+            everyone=mesh.group(GroupSpec((*batch_axes, AXIS))),
+            schedule=schedule,
+            shape=shape,
+            placement=schedule.placement(shape),
+            anchor=torch.zeros((), requires_grad=True),
+        )
+
+    def run(self, model: nn.Module, batch: Any, criterion: Criterion, weight: Weight = None) -> torch.Tensor:
+        """Run forward and backward; see :class:`~colossal_core.interfaces.AbstractExecutor`.
+
+        Raises:
+            ColossalError: The batch, the criterion or the loss is not as documented, or a stage cannot go on.
+            RankMismatchError: It is so on another rank.
+        """
+        cut = self._models[model]
+        step = Step(self._gear, cut, criterion, trains=True, wants_outputs=False)
+        share, total = step.prepare(batch, weight)
+        self._gear.context.weights.rule = share.rule
+        ratio = self._gear.context.weights.ratio(total)
+        factor = self._degree * self._gear.context.arrivals.scale * (1.0 if ratio is None else float(ratio))
+        try:
+            with self._gear.context.arrivals.weighed():
+                return step.play(share, float(total), factor)
+        except Exception:
+            self._gear.context.weights.forget()
+            self._gear.manager.drop_gradients()
+            raise
+
+    def evaluate(
+        self, model: nn.Module, batch: Any, criterion: Criterion, *, wants_outputs: bool = True
+    ) -> tuple[torch.Tensor, Any]:
+        """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`.
+
+        With outputs the batch is one micro-batch, so that they are what the model returns.
+        """
+        cut = self._models[model]
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                step = Step(self._gear, cut, criterion, trains=False, wants_outputs=wants_outputs)
+                share, total = step.prepare(batch, None)
+                loss = step.play(share, float(total), 1.0)
+                outputs = step.tell_outputs() if wants_outputs else None
+        finally:
+            for module, training in modes:
+                module.training = training
+        return loss, outputs
