@@ -280,9 +280,7 @@ class Booster(StateCalls):
         engine = self._built("evaluate")
         self._check_model(model)
         with engine.reporting():
-            loss, outputs = engine.executor.evaluate(
-                model, batch, criterion, wants_outputs=return_outputs
-            )
+            loss, outputs = engine.executor.evaluate(model, batch, criterion, wants_outputs=return_outputs)
             return (loss, engine.context.crossing.complete(outputs)) if return_outputs else loss
 
     @contextmanager

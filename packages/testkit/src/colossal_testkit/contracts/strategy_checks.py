@@ -215,9 +215,7 @@ def _plan_of(
     return build_plan(Registry.discover() if registry is None else registry(), [piece], **keywords)
 
 
-def _strategy_of(
-    plan: Plan, piece: object, registry: Callable[[], Registry] | None
-) -> AbstractStrategy:
+def _strategy_of(plan: Plan, piece: object, registry: Callable[[], Registry] | None) -> AbstractStrategy:
     """Return the strategy that a plan makes of a piece, connected to the registry."""
     (planned,) = (one for one in plan.strategies if piece in (one.options, one.name, one.qualified_name))
     kind: Any = planned.record.target.load()
