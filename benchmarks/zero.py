@@ -137,8 +137,7 @@ def make_fsdp2(width: int, *, reshard: bool) -> Step:
 
 def make_deepspeed(width: int, *, stage: int) -> Step:
     """Return a step of DeepSpeed."""
-    import deepspeed
-
+    deepspeed: Any = importlib.import_module("deepspeed")
     model = make_model(width)
     settings = {
         "train_micro_batch_size_per_gpu": 4,
@@ -315,12 +314,11 @@ def compare(ranks: int, width: int, rounds: int, *, times_only: bool) -> list[di
                 {**verdict, "width": width, "seconds": found["seconds"], "losses": found["losses"]}
             )
             against = f", {verdict['ddp_ratio']:.3f} of DDP" if "ddp_ratio" in verdict else ""
-            below = (
-                "" if times_only else ", live bytes " + ("below" if verdict["bytes_below"] else "NOT below")
-            )
+            below = "below" if verdict["bytes_below"] else "NOT below"
             print(
                 f"  -> {name}: {verdict['ratio']:.3f} of {verdict['best_peer']}, above the floor "
-                f"{verdict['above_floor_ratio']:.3f}{against}{below}{'' if times_only else ' those that divide no more'}",
+                f"{verdict['above_floor_ratio']:.3f}{against}"
+                + ("" if times_only else f", live bytes {below} those that divide no more"),
                 flush=True,
             )
     return results
