@@ -229,7 +229,7 @@ def docs(session: nox.Session) -> None:
 def bench_replicated(session: nox.Session) -> None:
     """Compare the step time and live bytes of `replicated` with torch's DDP: -- [--ranks 2 4] [...]."""
     install(session, "core", "cli")
-    run_ranks(session, "python", "benchmarks/replicated.py", *session.posargs)
+    run_ranks(session, "python", "-m", "benchmarks.replicated", *session.posargs)
 
 
 @nox.session(python=PYTHON)

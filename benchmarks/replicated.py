@@ -7,14 +7,13 @@ in runs of their own.
 
 DDP has ``gradient_as_bucket_view``; its bf16 is autocast over fp32 weights, ours bf16 weights, fp32 masters.
 
-    python benchmarks/replicated.py [--ranks 2 4] [--precision fp32 bf16] [--pairs 15] [--clip 1.0] [--json F]
+    python -m benchmarks.replicated [--ranks 2 4] [--precision fp32 bf16] [--pairs 15] [--clip 1.0] [--json F]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from benchmarks.workload import GPT, live_bytes, loss_of, make_batch
 from torch import nn
 
 from colossal_core import Booster, launch
@@ -36,69 +35,10 @@ from colossal_core import Booster, launch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WIDTH, HEADS, LAYERS, VOCABULARY, SEQUENCE, BATCH = 384, 6, 8, 512, 128, 4
+WIDTH, LAYERS = 384, 8
 WARM_UP_STEPS = 4
 TIME_TARGETS = {"fp32": 1.03, "bf16": 0.95}
 BYTES_TARGET = 1.01
-
-
-class Block(nn.Module):
-    """One pre-norm transformer block."""
-
-    def __init__(self) -> None:
-        """Build the layers."""
-        super().__init__()
-        self.norm1, self.qkv, self.proj = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-        self.norm2, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[batch, sequence, width]`` to the same shape."""
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
-        )
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
-
-
-class GPT(nn.Module):
-    """A decoder-only language model."""
-
-    def __init__(self) -> None:
-        """Build the layers."""
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map ids ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary]``."""
-        x = self.token(ids) + self.position.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
-
-
-def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random ids and the ids that follow them, each ``[batch, sequence]``."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy, computed in fp32 by both systems."""
-    return F.cross_entropy(logits.float().reshape(-1, VOCABULARY), target.reshape(-1))
 
 
 Step = tuple["Callable[[torch.Tensor, torch.Tensor], torch.Tensor]", "Callable[[], None]"]
@@ -107,7 +47,7 @@ Step = tuple["Callable[[torch.Tensor, torch.Tensor], torch.Tensor]", "Callable[[
 def make_ddp(precision: str, clip: float | None) -> Step:
     """Return DDP's step, and what clears its gradients."""
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(GPT(), gradient_as_bucket_view=True)
+    model = nn.parallel.DistributedDataParallel(GPT(WIDTH, LAYERS), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step(ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -127,7 +67,7 @@ def make_ddp(precision: str, clip: float | None) -> Step:
 def make_ours(precision: str, clip: float | None) -> Step:
     """Return our step, and what clears its gradients."""
     torch.manual_seed(0)
-    plain = GPT()
+    plain = GPT(WIDTH, LAYERS)
     booster = Booster(precision=precision, max_grad_norm=clip)
     model, optimizer = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True))
 
@@ -175,20 +115,6 @@ def measure_bytes(system: str, precision: str, clip: float | None) -> dict[str, 
     }
 
 
-def live_bytes() -> int:
-    """Return the bytes of every tensor storage that Python can reach, each counted once."""
-    gc.collect()
-    storages: dict[int, int] = {}
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    for tensor in [
-        *tensors,
-        *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None),
-    ]:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
 def work(arguments: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 writes the result."""
     torch.set_num_threads(1)
@@ -207,7 +133,8 @@ def run_workers(
     """Start the ranks of one measurement and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "colossal_cli", "run", "--nproc", str(ranks), __file__]
+        command = [sys.executable, "-m", "colossal_cli", "run", "--nproc", str(ranks)]
+        command += ["-m", "benchmarks.replicated"]
         command += ["--worker", str(target), "--precision", precision, "--pairs", str(arguments.pairs)]
         command += ["--system", system] if system else []
         command += ["--clip", str(arguments.clip)] if arguments.clip is not None else []
