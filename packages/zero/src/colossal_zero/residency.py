@@ -82,6 +82,7 @@ class _Home:
         storage: Its storage, held so that it can be told from others.
         num_references: How often the storage is referred to when nobody else does.
         tag: What the last element of the buffer holds.
+        views: What each parameter shows while it is there.
         guards: What each parameter shows while it is released.
         versions: How often each parameter had been written when it was released.
     """
@@ -91,6 +92,7 @@ class _Home:
     storage: torch.UntypedStorage
     num_references: int = 0
     tag: int = 0
+    views: dict[Slot, torch.Tensor] = field(factory=dict)
     guards: dict[Slot, torch.Tensor] = field(factory=dict)
     versions: dict[Slot, int] = field(factory=dict)
 
@@ -151,6 +153,7 @@ class Residency:
         unit.ranges.append(held)
         home = _Home(unit, held.buffer, held.buffer.values.untyped_storage())
         for slot in held.buffer.slots:
+            home.views[slot] = held.buffer.value_view(slot)
             like = slot.parameter
             scalar = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
             home.guards[slot] = scalar.expand(like.shape)
@@ -390,15 +393,15 @@ class Residency:
         for pending in unit.pending:
             pending.wait()
         unit.pending.clear()
-        for held in unit.ranges:
-            self._check_tag(self._homes[held.buffer.values.untyped_storage()._cdata])
+        homes = [self._homes[held.buffer.values.untyped_storage()._cdata] for held in unit.ranges]
+        for home in homes:
+            self._check_tag(home)
         self._has_failed = False
         unit.state = "resident"
-        for held in unit.ranges:
-            buffer = held.buffer
-            for slot in buffer.slots:
-                slot.parameter.data = buffer.value_view(slot)
-            buffer.note_versions()
+        for home in homes:
+            for slot, view in home.views.items():
+                slot.parameter.data = view
+            home.buffer.note_versions()
 
     def _mark(self, home: _Home, held: OwnedRange) -> None:
         """Write into the last element of a buffer, which no parameter needs, whose it is."""

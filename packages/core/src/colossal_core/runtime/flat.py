@@ -32,11 +32,10 @@ from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.materialise import take_meta
 from colossal_core.runtime.table import Entry
 
-__all__ = ["ALIGNMENT", "BufferKind", "FlatBuffer", "Slot", "deal_whole", "fill_buffers"]
+__all__ = ["ALIGNMENT_BYTES", "BufferKind", "FlatBuffer", "Slot", "deal_whole", "fill_buffers"]
 
-ALIGNMENT = 8
-"""Elements to a multiple of which the spans of a divided buffer are padded: 16 bytes of a 16-bit type, below
-which links of accelerators are slower."""
+ALIGNMENT_BYTES = 16
+"""To a multiple of this the spans of a divided buffer are padded; links of accelerators are slower below."""
 
 
 @frozen(kw_only=True)
@@ -125,10 +124,12 @@ class FlatBuffer:
         pairs = list(members)
         sizes = [parameter.numel() for _, parameter in pairs]
         if num_shards > 1 and keeps_whole:
-            starts, self.span_numel = deal_whole(sizes, num_shards)
+            starts, self.span_numel = deal_whole(sizes, num_shards, item_bytes=kind.dtype.itemsize)
         else:
             starts = [0, *itertools.accumulate(sizes)][:-1]
-            self.span_numel = _align(-(-(sum(sizes) + 1) // num_shards)) if num_shards > 1 else sum(sizes)
+            self.span_numel = sum(sizes)
+            if num_shards > 1:
+                self.span_numel = _align(-(-(sum(sizes) + 1) // num_shards), kind.dtype.itemsize)
         self.slots: list[Slot] = [
             Slot(entry, parameter, start, start + size, index)
             for index, ((entry, parameter), start, size) in enumerate(zip(pairs, starts, sizes, strict=True))
@@ -139,6 +140,7 @@ class FlatBuffer:
         self.device = self.slots[0].parameter.device if device is None else device
         self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
+        self._lacks_gradients = False
         self._versions: list[int] = []
 
     def take_values(self, *, master: torch.Tensor | None = None, start: int = 0) -> None:
@@ -248,12 +250,13 @@ class FlatBuffer:
     def release_gradients(self) -> None:
         """Give the memory of the gradients back; views of them stay valid objects that may not be read."""
         self.gradients.untyped_storage().resize_(0)
+        self._lacks_gradients = True
 
     def restore_gradients(self) -> None:
         """Have memory for the gradients again, with undefined content."""
-        storage = self.gradients.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.message_numel * self.kind.dtype.itemsize)
+        if self._lacks_gradients:
+            self._lacks_gradients = False
+            self.gradients.untyped_storage().resize_(self.message_numel * self.kind.dtype.itemsize)
 
     @property
     def early_divisor(self) -> int:
@@ -289,12 +292,13 @@ class FlatBuffer:
         return self.gradients[slot.start : slot.stop].view(slot.parameter.shape)
 
 
-def deal_whole(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+def deal_whole(sizes: Sequence[int], num_shards: int, *, item_bytes: int) -> tuple[list[int], int]:
     """Deal tensors whole to equal shards, largest first, each to the shard that holds least.
 
     Args:
         sizes: Elements of each tensor.
         num_shards: Number of shards.
+        item_bytes: Bytes of one element.
 
     Returns:
         The first element of each tensor in the buffer, and the elements of one shard.
@@ -305,13 +309,14 @@ def deal_whole(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
         shard = held.index(min(held))
         shards[index] = (shard, held[shard])
         held[shard] += sizes[index]
-    span = _align(max(held) + 1)
+    span = _align(max(held) + 1, item_bytes)
     return [shard * span + offset for shard, offset in shards], span
 
 
-def _align(numel: int) -> int:
+def _align(numel: int, item_bytes: int) -> int:
     """Round up to the alignment."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+    alignment = max(ALIGNMENT_BYTES // item_bytes, 1)
+    return -(-numel // alignment) * alignment
 
 
 def fill_buffers(

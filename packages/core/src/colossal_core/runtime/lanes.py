@@ -85,8 +85,10 @@ class Terms:
 
         It may add in place only where nothing has to be done to the gradient on its way.
         """
-        as_it_is = not touch.is_narrow and self.factor(touch) == 1.0 and not torch.is_grad_enabled()
-        return touch.view if touch.is_live and as_it_is else None
+        if not touch.is_live or touch.is_narrow:
+            return None
+        as_it_is = self.factor(touch) == 1.0 and not torch.is_grad_enabled()
+        return touch.view if as_it_is else None
 
     def open_next(self) -> None:
         """Forget the scale of the window that closes."""

@@ -168,19 +168,21 @@ class ScatteredLane(AbstractLane):
         """Take note of what the user did, and start a new round where this gradient needs one."""
         self._begin()
         self._observe(touch)
-        self._collect(waits=False)
+        if self._on_their_way:
+            self._collect(waits=False)
         if self._has_ended:
             self._has_ended = False
             self._num_owed += 1
             self._count_anew()
         elif self._num_owed == 0 and (index < self.next or touch.withdraws):
             self._num_owed = 1
-        self._pay_rounds()
+        if self._num_owed:
+            self._pay_rounds()
+        target = None
         if self._receives(index, touch):
             self._fold(index, touch)
-            touch.slot.parameter.grad = self._terms.accumulation_target(touch)
-        else:
-            touch.slot.parameter.grad = None
+            target = self._terms.accumulation_target(touch)
+        touch.slot.parameter.grad = target
 
     def after_accumulation(self, index: int, touch: Touch, *, counts: bool) -> None:
         """Move a new gradient into the buffer and launch what is complete."""
@@ -212,8 +214,9 @@ class ScatteredLane(AbstractLane):
         A backward inside another one, which a reentrant checkpoint runs, ends as well: as long as parameters
         are missing that came the time before, it is not over.
         """
+        has_begun = any(touch.num_touches for touch in self._all)
         is_over = all(touch.num_touches >= (touch.num_predicted or 0) for touch in self._all)
-        if self._each_backward and is_over and self._may_launch:
+        if self._each_backward and has_begun and is_over and self._may_launch:
             self._has_ended = True
             self._collect(waits=False)
             while self.next < len(self.buffers) and self.next not in self._busy:
