@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from attrs import frozen
 
+from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.examples import Example
 from colossal_tensor_parallel.groups import list_layers
-from colossal_tensor_parallel.planning import Decision, ModelPlan, plan_model
+from colossal_tensor_parallel.planning import plan_model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,8 +16,9 @@ from typing import final
 
 from attrs import frozen
 
+from colossal_tensor_parallel.candidates import Attribute, Candidate
 from colossal_tensor_parallel.groups import Group, Layer
-from colossal_tensor_parallel.proving import Attribute, Bench, Candidate
+from colossal_tensor_parallel.proving import Bench
 from colossal_tensor_parallel.roles import Role
 from colossal_tensor_parallel.spans import Split
 

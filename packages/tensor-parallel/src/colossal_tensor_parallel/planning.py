@@ -8,76 +8,29 @@ whatever the model does with them. The rest stays whole, and each layer has its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from attrs import evolve, frozen
 from torch import nn
 
 from colossal_core.errors import CapabilityError, UsageError
+from colossal_tensor_parallel.candidates import Attribute, Proof
+from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.examples import Example
-from colossal_tensor_parallel.groups import Form, Group, Layer, find_groups, list_layers
+from colossal_tensor_parallel.groups import Group, Layer, find_groups, list_layers
 from colossal_tensor_parallel.guessing import Guesses, read_heads
-from colossal_tensor_parallel.proving import Attribute, Bench, Proof
-from colossal_tensor_parallel.roles import Cut, Role
+from colossal_tensor_parallel.patterns import match_roles, read_library_plan
+from colossal_tensor_parallel.proving import Bench
+from colossal_tensor_parallel.roles import Role
 from colossal_tensor_parallel.spans import Split, legal_degrees
 from colossal_tensor_parallel.tables import rows_are_additive
 from colossal_tensor_parallel.tracing import Trace, trace_model
 
-__all__ = ["Decision", "ModelPlan", "plan_model"]
+__all__ = ["plan_model"]
 
 SMALL_TABLE = 0.05
 """Embeddings with a smaller part of all matrix elements stay whole: positions, token types."""
-
-SHOWN_NAMES = 6
-
-
-@final
-@frozen(kw_only=True)
-class Decision:
-    """What becomes of one layer.
-
-    Attributes:
-        name: First name in the model.
-        cut: How it is cut.
-        form: What it computes.
-        split: Of the dim that is cut; None for layers that stay whole.
-        reason: Why, for people.
-        is_head: Whether its outputs are logits of a vocabulary, which losses read in pieces.
-    """
-
-    name: str
-    cut: Cut
-    form: Form
-    split: Split | None = None
-    reason: str
-    is_head: bool = False
-
-
-@final
-@frozen(kw_only=True)
-class ModelPlan:
-    """What becomes of a model.
-
-    Attributes:
-        decisions: One for each layer, in order of registration.
-        attributes: Integers of modules that change.
-        shared: Parameters that stay whole and whose gradients are shares on each rank.
-    """
-
-    decisions: tuple[Decision, ...]
-    attributes: tuple[Attribute, ...]
-    shared: tuple[str, ...]
-
-    def lines(self) -> tuple[str, ...]:
-        """Return all that ranks have to agree about."""
-        return (
-            *(f"{d.name}: {d.cut} {d.split} {d.is_head}" for d in self.decisions),
-            *(f"{a.module}.{a.name} = {a.values}" for a in self.attributes),
-            *(f"shares of {name}" for name in self.shared),
-        )
 
 
 def plan_model(
@@ -99,7 +52,7 @@ def plan_model(
         CapabilityError: Nothing of the model can be cut.
     """
     layers = list_layers(model)
-    roles = _match(patterns or {}, layers)
+    roles = match_roles(patterns or {}, layers)
     if degree == 1:
         stay = tuple(
             Decision(name=name, cut="whole", form=layer.form, reason="degree is 1")
@@ -108,31 +61,6 @@ def plan_model(
         return ModelPlan(decisions=stay, attributes=(), shared=())
     trace = trace_model(model, example)
     return _Planner(model, degree, layers, roles, trace).plan()
-
-
-def _match(patterns: Mapping[str, str], layers: Mapping[str, Layer]) -> dict[str, Role]:
-    """Return the role of each layer that a pattern matches.
-
-    Raises:
-        UsageError: A pattern matches no layer.
-    """
-    found: dict[str, Role] = {}
-    for pattern, text in patterns.items():
-        matching = [name for name in layers if fnmatchcase(name, pattern)]
-        if not matching:
-            raise UsageError(
-                f"the pattern {pattern!r} of TensorParallel(plan=...) matches none of {len(layers)} layers",
-                hint=f"name layers like {_listed(list(layers))}",
-            )
-        role = Role.parse(text, f"plan[{pattern!r}]")
-        found.update(dict.fromkeys(matching, role))
-    return found
-
-
-def _listed(names: list[str]) -> str:
-    """Return some names and the number of the others."""
-    shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
-    return shown + (f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else "")
 
 
 @final
@@ -157,7 +85,12 @@ class _Planner:
         self._attributes: list[Attribute] = []
         self._shared: list[str] = []
         self._proofs: dict[object, Proof | None] = {}
-        self._library = _library_plan(model, layers)
+        self._library = read_library_plan(model, layers)
+        self._called_places = {
+            self._place(name)
+            for name, use in ({} if trace is None else trace.layers).items()
+            if use.num_calls and not use.is_read_outside
+        }
         self._ties: dict[torch.Tensor, list[str]] = {}
         for name, layer in layers.items():
             self._ties.setdefault(layer.weight, []).append(name)
@@ -228,7 +161,21 @@ class _Planner:
         uses = [self._trace.layers[name] for name in self._ties[layer.weight]]
         if any(use.is_read_outside for use in uses):
             return "another module reads its weight"
-        return None if any(use.num_calls for use in uses) else "the forward did not call it"
+        if any(use.num_calls for use in uses) or self._has_called_twin(layer):
+            return None
+        return "the forward did not call it"
+
+    def _has_called_twin(self, layer: Layer) -> bool:
+        """Whether the forward called the same layer of another module of the same class.
+
+        That of cross-attention is the same class as that of attention, and is skipped without an encoder.
+        """
+        return self._place(layer.name) in self._called_places
+
+    def _place(self, name: str) -> tuple[type[nn.Module], str]:
+        """Return the class of the module around a layer, and the layer's name in it."""
+        parent, _, own = name.rpartition(".")
+        return type(self._model.get_submodule(parent)), own
 
     # --- pairs ----------------------------------------------------------------------------------------------
 
@@ -296,20 +243,21 @@ class _Planner:
         key = _signature(container, group, self._roles)
         if key in self._proofs:
             found = self._proofs[key]
-            return None if found is None else _moved(found, group)
-        bench = Bench(container, group, self._layers, self._trace.calls[group.container], self._trace.dtype)
-        proof = self._try(bench, group, self._degree) if bench.is_telling else None
-        if proof is None and bench.is_telling:
+            return None if found is None else found.renamed(_inside(group))
+        call = self._trace.calls[group.container]
+        bench = Bench.set_up(container, group, self._layers, call, self._trace.dtype)
+        proof = None if bench is None else self._try(bench, group, self._degree)
+        if proof is None and bench is not None:
             self._refuse_heads(bench, group)
         self._proofs[key] = proof
-        return proof if proof is None else _moved(proof, group)
+        return None if proof is None else proof.renamed(_inside(group))
 
     def _try(self, bench: Bench, group: Group, degree: int) -> Proof | None:
         """Try guesses until one is right."""
         for candidate in Guesses(bench, group, self._layers, roles=self._roles, degree=degree):
             proof = bench.prove(candidate, degree)
             if proof is not None:
-                return _relative(proof, group)
+                return proof.renamed(_outside(group))
         return None
 
     def _refuse_heads(self, bench: Bench, group: Group) -> None:
@@ -372,7 +320,7 @@ class _Planner:
                     is_head=True,
                 )
 
-    def _table_obstacle(self, names: Iterable[str]) -> str | None:
+    def _table_obstacle(self, names: Sequence[str]) -> str | None:
         """Return why a table and what is tied to it cannot be cut by rows."""
         for name in names:
             layer = self._layers[name]
@@ -388,7 +336,10 @@ class _Planner:
                     or layer.module.scale_grad_by_freq
                 ):
                     return "its gradients are sparse or scaled, or its rows are rescaled when they are read"
-                call = None if self._trace is None else self._trace.calls.get(name)
+                calls = {} if self._trace is None else self._trace.calls
+                # A table that is tied to others may never be called under its own name.
+                twins = [other for other in names if type(self._layers[other].module) is type(layer.module)]
+                call = next((calls[twin] for twin in (name, *twins) if twin in calls), None)
                 if not rows_are_additive(layer.module, call, self._degree):
                     return "its forward does more than to look up rows"
         return None
@@ -440,17 +391,15 @@ class _Planner:
                 )
 
 
-def _library_plan(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, str]:
-    """Return what the plan that a model of the transformers library carries says about layers."""
-    plan = getattr(model, "tp_plan", None)
-    if not isinstance(plan, Mapping):
-        return {}
-    return {
-        name: str(style)
-        for pattern, style in plan.items()
-        for name in layers
-        if fnmatchcase(name, str(pattern)) or fnmatchcase(name, f"*.{pattern}")
-    }
+def _outside(group: Group) -> Callable[[str], str]:
+    """Return what makes names in the container of a group of names in the model."""
+    length = len(group.container) + 1 if group.container else 0
+    return lambda name: name[length:]
+
+
+def _inside(group: Group) -> Callable[[str], str]:
+    """Return what makes names in the model of names in the container of a group."""
+    return lambda name: ".".join(filter(None, (group.container, name)))
 
 
 def _signature(container: nn.Module, group: Group, roles: Mapping[str, Role]) -> object:
@@ -468,29 +417,4 @@ def _signature(container: nn.Module, group: Group, roles: Mapping[str, Role]) ->
         tuple(roles.get(name) for name in group.names),
         tuple((name, tuple(p.shape), p.requires_grad) for name, p in container.named_parameters()),
         scalars,
-    )
-
-
-def _relative(proof: Proof, group: Group) -> Proof:
-    """Return a proof with names as they are inside the container."""
-    cut = len(group.container) + 1 if group.container else 0
-    return _renamed(proof, lambda name: name[cut:])
-
-
-def _moved(proof: Proof, group: Group) -> Proof:
-    """Return a proof with names as they are in the model, for the container of another group."""
-    return _renamed(proof, lambda name: ".".join(filter(None, (group.container, name))))
-
-
-def _renamed(proof: Proof, rename: object) -> Proof:
-    """Return a proof with other names."""
-    assert callable(rename)
-    candidate = proof.candidate
-    return Proof(
-        candidate=evolve(
-            candidate,
-            columns={rename(name): split for name, split in candidate.columns.items()},
-            attributes=tuple(evolve(a, module=rename(a.module)) for a in candidate.attributes),
-        ),
-        shared=tuple(rename(name) for name in proof.shared),
     )

@@ -21,16 +21,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from colossal_tensor_parallel.candidates import Candidate, Proof
 from colossal_tensor_parallel.groups import Group, Layer
-from colossal_tensor_parallel.spans import Split
+from colossal_tensor_parallel.members import Member, pick
 from colossal_tensor_parallel.tracing import Recorded, copy_module, make_values, own_parameters
 
-__all__ = ["Attribute", "Bench", "Candidate", "Proof"]
+__all__ = ["Bench"]
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest difference, relative to the largest element. Modules that compute norms in fp32 differ by 1e-7 when
@@ -42,125 +42,6 @@ is zero but for rounding."""
 
 LARGEST_WIDE = 20_000_000
 """Parameters of a module up to which it is run in fp64, in 160 MB."""
-
-
-@final
-@frozen
-class Attribute:
-    """An integer that a module keeps, and what it is on each rank.
-
-    Attributes:
-        module: Name of the module in the model.
-        name: Name of the attribute.
-        values: One for each rank.
-    """
-
-    module: str
-    name: str
-    values: tuple[int, ...]
-
-
-@final
-@frozen(kw_only=True)
-class Candidate:
-    """A guess about a group.
-
-    Attributes:
-        columns: Split of the output features of each column layer, by name.
-        row: Split of the input features of the row layer.
-        attributes: Integers that change.
-    """
-
-    columns: Mapping[str, Split]
-    row: Split
-    attributes: tuple[Attribute, ...] = ()
-
-
-@final
-@frozen(kw_only=True)
-class Proof:
-    """What holds for a group.
-
-    Attributes:
-        candidate: The guess that was right.
-        shared: Parameters whose gradients are shares on each rank, by name in the model.
-    """
-
-    candidate: Candidate
-    shared: tuple[str, ...]
-
-
-class _Swap(torch.autograd.Function):
-    """Another value; the gradient is passed on."""
-
-    @staticmethod
-    def forward(_ctx: Any, _value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return the other value."""
-        return other.clone()
-
-    @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradient, as the value's."""
-        return gradients[0], None
-
-
-@define(eq=False)
-class _Member:
-    """A layer of the group inside the copy; ``forward`` of the layer is replaced by its methods.
-
-    Attributes:
-        weight: Matrix ``[out, in]`` in whole.
-        bias: Bias in whole, or None.
-        own: This run's matrix.
-        own_bias: This run's bias.
-        seen: Inputs cut off from the graph, of columns; summands, of the row.
-        given: Serial sums, for the row of a rank.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    own: torch.Tensor
-    own_bias: torch.Tensor | None
-    seen: list[torch.Tensor] = field(factory=list)
-    given: list[torch.Tensor] | None = None
-
-    def take(
-        self, outputs: Sequence[tuple[int, int]] | None, inputs: Sequence[tuple[int, int]] | None
-    ) -> None:
-        """Prepare a run with some of the output or of the input features; all when None."""
-        matrix, bias = self.weight, self.bias
-        if outputs is not None:
-            matrix, bias = pick(matrix, outputs, 0), None if bias is None else pick(bias, outputs, 0)
-        if inputs is not None:
-            matrix = pick(matrix, inputs, 1)
-        self.own = matrix.detach().clone().requires_grad_()
-        self.own_bias = None if bias is None else bias.detach().clone().requires_grad_()
-        self.seen.clear()
-
-    def column(self, features: torch.Tensor) -> torch.Tensor:
-        """Run as a column layer."""
-        entered = features.detach().requires_grad_()
-        self.seen.append(entered)
-        return F.linear(entered, self.own, self.own_bias)
-
-    def row(self, features: torch.Tensor) -> torch.Tensor:
-        """Run as a row layer."""
-        summand = F.linear(features, self.own)
-        number = len(self.seen)
-        self.seen.append(summand)
-        total = summand if self.given is None else _apply(_Swap, summand, self.given[number])
-        return total if self.own_bias is None else total + self.own_bias
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: object) -> torch.Tensor:
-    """Call a differentiable function."""
-    found: torch.Tensor = getattr(function, "apply")(*arguments)  # noqa: B009 - torch does not annotate it
-    return found
-
-
-def pick(tensor: torch.Tensor, spans: Sequence[tuple[int, int]], dim: int) -> torch.Tensor:
-    """Return some runs of elements along a dim, one behind the other."""
-    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in spans], dim)
 
 
 @frozen(kw_only=True, eq=False)
@@ -213,7 +94,7 @@ class Bench:
         self.container = copy_module(container, make_values(source, self._dtype))
         prefix = f"{group.container}." if group.container else ""
         self._prefix = prefix
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         inside: set[torch.Tensor] = set()
         for name in group.names:
             module = self.container.get_submodule(name.removeprefix(prefix))
@@ -222,7 +103,7 @@ class Bench:
             if bias is not None:
                 inside.add(bias)
             matrix = weight.detach().T if layers[name].form == "transposed" else weight.detach()
-            member = _Member(matrix, None if bias is None else bias.detach(), matrix, None)
+            member = Member(matrix, None if bias is None else bias.detach(), matrix, None)
             vars(module)["forward"] = member.row if name == group.row else member.column
             self._members[name] = member
         named = [(name, p) for name, p in self.container.named_parameters() if p not in inside]
@@ -234,6 +115,22 @@ class Bench:
         run = self._serial
         gradients = [*run.entered, run.row, *(weight for weight, _ in run.columns)]
         self._floor = NOISE * max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+
+    @classmethod
+    def set_up(
+        cls,
+        container: nn.Module,
+        group: Group,
+        layers: Mapping[str, Layer],
+        call: Recorded,
+        dtype: torch.dtype,
+    ) -> Bench | None:
+        """Return a bench; None when the module does not run by itself, or its outputs tell nothing."""
+        try:
+            made = cls(container, group, layers, call, dtype)
+        except Exception:  # noqa: BLE001 - the user's code, called out of its place
+            return None
+        return made if made.is_telling else None
 
     @property
     def is_telling(self) -> bool:

@@ -19,9 +19,10 @@ from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.replacement import check_replaceable, replace_module
 from colossal_core.runtime.table import Key, Part
+from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable, Works
 from colossal_tensor_parallel.logits import whole
-from colossal_tensor_parallel.planning import Decision, ModelPlan, plan_model
+from colossal_tensor_parallel.planning import plan_model
 from colossal_tensor_parallel.spans import Split
 from colossal_tensor_parallel.tables import is_plain_table
 from colossal_tensor_parallel.tracing import own_parameters

@@ -36,6 +36,7 @@ from colossal_core.runtime.launch import current_world, rendezvous_store
 from colossal_core.runtime.loading import BatchMeaning, prepare_loaders
 from colossal_core.runtime.objects import sort_objects
 from colossal_core.runtime.optimizer import BoostedOptimizer
+from colossal_core.runtime.rejoining import rejoin
 from colossal_core.runtime.sources import Place
 from colossal_core.runtime.state_calls import StateCalls
 from colossal_core.runtime.trees import edited
@@ -160,6 +161,7 @@ class Booster(StateCalls):
         engine.manager.detach()
         for optimizer in engine.optimizers:
             optimizer.release()
+        rejoin(engine.context, [optimizer.user for optimizer in engine.optimizers])
         for undo in reversed(engine.context.undo):
             undo()
         self._engine = None

@@ -1,0 +1,60 @@
+"""What becomes of layers and models, as values."""
+
+from __future__ import annotations
+
+from typing import final
+
+from attrs import frozen
+
+from colossal_tensor_parallel.candidates import Attribute
+from colossal_tensor_parallel.groups import Form
+from colossal_tensor_parallel.roles import Cut
+from colossal_tensor_parallel.spans import Split
+
+__all__ = ["Decision", "ModelPlan"]
+
+
+@final
+@frozen(kw_only=True)
+class Decision:
+    """What becomes of one layer.
+
+    Attributes:
+        name: First name in the model.
+        cut: How it is cut.
+        form: What it computes.
+        split: Of the dim that is cut; None for layers that stay whole.
+        reason: Why, for people.
+        is_head: Whether its outputs are logits of a vocabulary, which losses read in pieces.
+    """
+
+    name: str
+    cut: Cut
+    form: Form
+    split: Split | None = None
+    reason: str
+    is_head: bool = False
+
+
+@final
+@frozen(kw_only=True)
+class ModelPlan:
+    """What becomes of a model.
+
+    Attributes:
+        decisions: One for each layer, in order of registration.
+        attributes: Integers of modules that change.
+        shared: Parameters that stay whole and whose gradients are shares on each rank.
+    """
+
+    decisions: tuple[Decision, ...]
+    attributes: tuple[Attribute, ...]
+    shared: tuple[str, ...]
+
+    def lines(self) -> tuple[str, ...]:
+        """Return all that ranks have to agree about."""
+        return (
+            *(f"{d.name}: {d.cut} {d.split} {d.is_head}" for d in self.decisions),
+            *(f"{a.module}.{a.name} = {a.values}" for a in self.attributes),
+            *(f"shares of {name}" for name in self.shared),
+        )
