@@ -25,6 +25,7 @@ from colossal_core.interfaces import AbstractMemoryManager
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
 from colossal_core.runtime.flat import FlatBuffer, Slot
+from colossal_core.runtime.grouping import grouping_of, is_same
 from colossal_core.runtime.mesh import GRADIENTS
 from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_names, norm_pieces
 from colossal_core.runtime.optimizers import optimizer_spec
@@ -190,7 +191,7 @@ class AbstractFlatManager(AbstractMemoryManager):
             owned.driver = SegmentedOptimizer(owned.user, owned.ranges)
         else:
             owned.driver.cut(state)
-        owned.grouping = _grouping(owned.user)
+        owned.grouping = grouping_of(owned.user)
 
     # --- a step ---------------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class AbstractFlatManager(AbstractMemoryManager):
     def regroup(self, optimizer: int) -> None:
         """Hook and guard new parameters before the first backward that reaches them."""
         owned = self._owned[optimizer]
-        if not _is_same(_grouping(owned.user), owned.grouping):
+        if not is_same(grouping_of(owned.user), owned.grouping):
             self._take(owned)
 
     def drop_gradients(self) -> None:
@@ -480,19 +481,3 @@ def _narrow(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         else value
         for name, value in state.items()
     }
-
-
-def _grouping(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """Return which trainable parameters are in which group, to notice when that changes."""
-    return [
-        [parameter for parameter in group["params"] if parameter.requires_grad]
-        for group in optimizer.param_groups
-    ]
-
-
-def _is_same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
-    """Whether two groupings hold the same objects in the same order."""
-    return len(one) == len(other) and all(
-        len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-        for a, b in zip(one, other, strict=True)
-    )
