@@ -93,8 +93,17 @@ _SIZES: Mapping[str, int] = {
     "sliding_window": 8,
     "attention_window": 8,
     "num_nextn_predict_layers": 0,
+    "moe_k": 2,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "rotary_dim": 4,
+    "entity_vocab_size": VOCABULARY,
     "mtp_num_hidden_layers": 0,
 }
+
+
+_NEEDED = {"head_dim", "num_key_value_heads", "vocab_size"}
+"""Fields that are computed of others when they are None, of which some are not small yet."""
 
 
 def list_architectures() -> Iterator[tuple[str, str, str]]:
@@ -117,8 +126,11 @@ def _shrink(config: Any) -> None:
     """Make a configuration small, in place, with the configurations inside it."""
     for name in list(vars(config)):
         value = getattr(config, name, None)
-        if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
+        is_missing = value is None and name in _NEEDED
+        if name in _SIZES and (is_missing or (isinstance(value, int) and not isinstance(value, bool))):
             setattr(config, name, _SIZES[name])
+        elif name == "attention_type" and value == "block_sparse":
+            config.attention_type = "original_full"
         elif "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
         elif name in {"layer_types", "mlp_layer_types", "block_types", "layers_block_type"}:

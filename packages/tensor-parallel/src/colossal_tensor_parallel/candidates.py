@@ -52,10 +52,12 @@ class Proof:
     Attributes:
         candidate: The guess that was right.
         shared: Parameters whose gradients are shares on each rank, by name in the model.
+        drops: Whether values between the layers are dropped in training, and all of them are cut.
     """
 
     candidate: Candidate
     shared: tuple[str, ...]
+    drops: bool = False
 
     def renamed(self, rename: Callable[[str], str]) -> Proof:
         """Return the proof with other names of modules and parameters."""
@@ -64,4 +66,4 @@ class Proof:
             columns={rename(name): split for name, split in self.candidate.columns.items()},
             attributes=tuple(evolve(a, module=rename(a.module)) for a in self.candidate.attributes),
         )
-        return Proof(candidate=candidate, shared=tuple(map(rename, self.shared)))
+        return Proof(candidate=candidate, shared=tuple(map(rename, self.shared)), drops=self.drops)

@@ -25,6 +25,7 @@ class Decision:
         form: What it computes.
         split: Of the dim that is cut; None for layers that stay whole.
         reason: Why, for people.
+        drops: Whether values behind it are dropped in training, on each rank others.
         is_head: Whether its outputs are logits of a vocabulary, which losses read in pieces.
     """
 
@@ -33,6 +34,7 @@ class Decision:
     form: Form
     split: Split | None = None
     reason: str
+    drops: bool = False
     is_head: bool = False
 
 
@@ -54,7 +56,7 @@ class ModelPlan:
     def lines(self) -> tuple[str, ...]:
         """Return all that ranks have to agree about."""
         return (
-            *(f"{d.name}: {d.cut} {d.split} {d.is_head}" for d in self.decisions),
+            *(f"{d.name}: {d.cut} {d.split} {d.is_head} {d.drops}" for d in self.decisions),
             *(f"{a.module}.{a.name} = {a.values}" for a in self.attributes),
             *(f"shares of {name}" for name in self.shared),
         )

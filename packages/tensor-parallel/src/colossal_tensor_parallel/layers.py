@@ -17,6 +17,7 @@ from attrs import frozen
 from torch import nn
 
 from colossal_core.runtime.replacement import Stand, replacement_of
+from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.logits import SplitLogits
 from colossal_tensor_parallel.wires import Entrance, Wire, add_up, join_pieces
 
@@ -35,6 +36,7 @@ class Works:
         is_transposed: Whether the weight is ``[in, out]``.
         gathers: Whether outputs are gathered.
         is_plain: Whether a table looks up rows and does nothing else.
+        dice: What draws for values behind a column layer, where they are dropped.
     """
 
     entrance: Entrance
@@ -43,6 +45,7 @@ class Works:
     is_transposed: bool = False
     gathers: bool = False
     is_plain: bool = True
+    dice: Dice | None = None
 
     @property
     def wire(self) -> Wire:
@@ -75,6 +78,8 @@ class CutColumn(Stand):
         works = _works(self)
         entered = works.entrance.enter(features)
         outputs = _multiply(entered, self.weight, self.bias, is_transposed=works.is_transposed)
+        if works.dice is not None and self.training:
+            works.dice.open()
         return join_pieces(outputs, works.wire, works.size, -1) if works.gathers else outputs
 
 
@@ -88,6 +93,8 @@ class CutRow(Stand):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Map ``[..., this rank's in]`` to ``[..., out]``, the bias added once."""
         works = _works(self)
+        if works.dice is not None:
+            works.dice.close()
         summand = _multiply(features, self.weight, None, is_transposed=works.is_transposed)
         total = add_up(summand, works.wire)
         return total if self.bias is None else total + self.bias

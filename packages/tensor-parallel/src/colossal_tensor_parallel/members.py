@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from attrs import define, field
 
+from colossal_tensor_parallel.draws import WatchDraws
 from colossal_tensor_parallel.wires import call_function
 
 __all__ = ["Member", "pick"]
@@ -43,6 +44,7 @@ class Member:
         own_bias: This run's bias.
         seen: Inputs cut off from the graph, of columns; summands, of the row.
         given: Serial sums, for the row of a rank.
+        watch: What watches random numbers between columns and row.
     """
 
     weight: torch.Tensor
@@ -51,6 +53,7 @@ class Member:
     own_bias: torch.Tensor | None
     seen: list[torch.Tensor] = field(factory=list)
     given: list[torch.Tensor] | None = None
+    watch: WatchDraws | None = None
 
     def take(
         self, outputs: Sequence[tuple[int, int]] | None, inputs: Sequence[tuple[int, int]] | None
@@ -69,10 +72,14 @@ class Member:
         """Run as a column layer."""
         entered = features.detach().requires_grad_()
         self.seen.append(entered)
+        if self.watch is not None:
+            self.watch.is_open = True
         return F.linear(entered, self.own, self.own_bias)
 
     def row(self, features: torch.Tensor) -> torch.Tensor:
         """Run as a row layer."""
+        if self.watch is not None:
+            self.watch.is_open = False
         summand = F.linear(features, self.own)
         number = len(self.seen)
         self.seen.append(summand)

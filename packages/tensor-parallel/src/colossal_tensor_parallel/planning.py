@@ -197,6 +197,7 @@ class _Planner:
                     name=name,
                     cut="column",
                     form=self._layers[name].form,
+                    drops=proof.drops,
                     split=split,
                     reason=self._reason(name, group, split),
                 )

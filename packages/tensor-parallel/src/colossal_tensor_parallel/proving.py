@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from colossal_tensor_parallel.candidates import Candidate, Proof
+from colossal_tensor_parallel.draws import WatchDraws
 from colossal_tensor_parallel.groups import Group, Layer
 from colossal_tensor_parallel.members import Member, pick
 from colossal_tensor_parallel.tracing import Recorded, copy_module, make_values, own_parameters
@@ -173,7 +174,36 @@ class Bench:
         if not self._adds_up(runs, candidate, degree):
             return None
         shared = self._shared(runs)
-        return None if shared is None else Proof(candidate=candidate, shared=shared)
+        if shared is None:
+            return None
+        return Proof(candidate=candidate, shared=shared, drops=self._drops(candidate, degree))
+
+    def _drops(self, candidate: Candidate, degree: int) -> bool:
+        """Whether training draws random numbers between the layers, for values that are cut and no others."""
+        self.container.train()
+        try:
+            whole = self._watch(None, degree)
+            mine = self._watch(candidate, degree)
+        except Exception:  # noqa: BLE001 - the user's code, in a mode in which it was not seen before
+            return False
+        finally:
+            self.container.eval()
+        pairs = list(zip(mine, whole, strict=False))
+        is_cut = all(None not in pair and pair[0] != pair[1] for pair in pairs)
+        return bool(pairs) and len(mine) == len(whole) and is_cut
+
+    def _watch(self, candidate: Candidate | None, degree: int) -> list[tuple[int, ...] | None]:
+        """Return the shapes of what is dropped between the layers, on the first rank or in one process."""
+        watch = WatchDraws()
+        for member in self._members.values():
+            member.watch = watch
+        try:
+            with watch:
+                self._run(candidate, 0, degree)
+        finally:
+            for member in self._members.values():
+                member.watch = None
+        return watch.shapes
 
     def _adds_up(self, runs: Sequence[_Run], candidate: Candidate, degree: int) -> bool:
         """Whether values and gradients of all ranks are the serial ones together."""

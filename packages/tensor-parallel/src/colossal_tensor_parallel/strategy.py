@@ -20,6 +20,7 @@ from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.replacement import check_replaceable, replace_module
 from colossal_core.runtime.table import Key, Part
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
+from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable, Works
 from colossal_tensor_parallel.logits import whole
 from colossal_tensor_parallel.planning import plan_model
@@ -56,6 +57,7 @@ class TensorParallelStrategy(AbstractStrategy):
         self.options = options
         self._plans: weakref.WeakKeyDictionary[nn.Module, ModelPlan] = weakref.WeakKeyDictionary()
         self._entrances: dict[str, Entrance] = {}
+        self._dice: dict[str, Dice] = {}
 
     def propose(self, models: Mapping[str, nn.Module], plan: Plan, layout: MeshLayout, rank: int) -> Proposal:
         """Plan each model and say what this rank will hold; see :class:`~.interfaces.AbstractStrategy`.
@@ -102,12 +104,16 @@ class TensorParallelStrategy(AbstractStrategy):
             return
         for name, model in models.items():
             self._entrances[name] = Entrance(wire)
+            self._dice[name] = Dice(wire.group.index)
             self._rewire(name, model, context)
 
     def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
         """Return what gathers logits that leave the models."""
         context.crossing.completions.append(_complete)
-        return {name: _LogitsBorder(entrance, context) for name, entrance in self._entrances.items()}
+        return {
+            name: _LogitsBorder(entrance, self._dice[name], context)
+            for name, entrance in self._entrances.items()
+        }
 
     def _plan(self, model: nn.Module) -> ModelPlan:
         """Return the plan of a model, made on first use."""
@@ -137,6 +143,7 @@ class TensorParallelStrategy(AbstractStrategy):
                 first=decision.split.spans(rank, self.options.degree)[0][0],
                 is_transposed=decision.form == "transposed",
                 gathers=kind is CutColumn and decision.cut != "column",
+                dice=self._dice[name] if decision.drops or decision.cut == "row" else None,
                 is_plain=decision.form != "embedding" or is_plain_table(module),
             )
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -152,18 +159,21 @@ class TensorParallelStrategy(AbstractStrategy):
 class _LogitsBorder(AbstractBorder):
     """Gathers logits that leave a model, unless they go straight into a loss."""
 
-    def __init__(self, entrance: Entrance, context: Context) -> None:
+    def __init__(self, entrance: Entrance, dice: Dice, context: Context) -> None:
         """Remember what is cleared when a call ends, and who says where outputs go."""
         self._entrance = entrance
+        self._dice = dice
         self._crossing = context.crossing
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Leave the arguments as they are: all ranks have the same."""
+        self._dice.close()  # a call before may have ended in an error between two layers
         return args, kwargs
 
     def exit(self, outputs: Any) -> Any:
         """Return outputs with whole logits."""
         self._entrance.clear()
+        self._dice.close()
         return outputs if self._crossing.goes_to_loss else _complete(outputs)
 
 
