@@ -27,6 +27,9 @@ TASKS: Mapping[str, str] = {
 
 VOCABULARY = 160
 
+LARGEST = 3_000_000
+"""Parameters of a model that is still small."""
+
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(["hidden_size", "d_model", "n_embd", "dim", "emb_dim", "model_dim", "width"], 32),
     **dict.fromkeys(
@@ -140,7 +143,6 @@ def _shrink(config: Any) -> None:
             _shrink(value)
     if getattr(config, "kv_lora_rank", None) and hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = config.num_attention_heads  # heads of their own come out of one latent
-    vars(config)["_experts_implementation"] = "eager"  # the others take no fp64
 
 
 def _two_of(kinds: list[str]) -> list[str]:
@@ -164,7 +166,11 @@ def build_model(name: str, seed: int = 7) -> nn.Module:
     config = made.config_class(**_accepted(made.config_class, config))
     _shrink(config)
     torch.manual_seed(seed)
-    model: nn.Module = made(config).double()
+    model: Any = made(config).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others take no fp64
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+        raise ValueError("fields of other names keep the small model large")
     source = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -178,7 +184,8 @@ def build_model(name: str, seed: int = 7) -> nn.Module:
                 setattr(module, attribute, 0.0)
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 def _accepted(config_class: Any, config: Any) -> dict[str, Any]:

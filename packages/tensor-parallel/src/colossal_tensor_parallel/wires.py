@@ -1,12 +1,11 @@
 """Differentiable communication: what a collective does to a value, and what that means for its gradient.
 
 The one idea: a tensor that all tensor ranks have is *common*, one of which each has a piece or a summand is
-*local*. Code changes from one to the other in pairs that are each other's backward: :func:`enter` (nothing;
-sum) with :func:`add_up` (sum; nothing), and :func:`take_own` (own piece; gather) with :func:`join_pieces`
-(gather; own piece).
+*local*. Code changes from one to the other by :func:`enter` (forward nothing; backward sum) and by its
+counterparts :func:`add_up` (forward sum; backward nothing) and :func:`join_pieces` (forward gather; backward
+own piece).
 
-Source: Shoeybi et al., *Megatron-LM*, 2019, section 3 (the operators f and g); Korthikanti et al., *Reducing
-Activation Recomputation in Large Transformer Models*, 2022, section 4.2.2 (g-bar).
+Source: Shoeybi et al., *Megatron-LM*, 2019, section 3 (the operators f and g).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.collectives import Collectives, Pending
     from colossal_core.runtime.mesh import Group
 
-__all__ = ["PHASE", "Entrance", "Wire", "add_up", "enter", "join_pieces", "take_own"]
+__all__ = ["PHASE", "Entrance", "Wire", "add_up", "call_function", "enter", "join_pieces"]
 
 PHASE = "tensor"
 """Under which the ledger books activations and their gradients."""
@@ -65,7 +64,8 @@ class Wire:
     def join(self, piece: torch.Tensor, size: int, dim: int) -> torch.Tensor:
         """Return the pieces of all ranks side by side along ``dim``, where they are ``size`` together.
 
-        Pieces as :func:`~.spans.split_evenly` makes them; they travel in the size of the largest.
+        Pieces as :func:`~.spans.split_evenly` makes them; they travel in the size of the largest. The result
+        owns its memory, since autograd lets nobody write into a view that a function returns.
         """
         spans = split_evenly(size, self.group.size)
         largest = max(stop - start for start, stop in spans)
@@ -74,12 +74,13 @@ class Wire:
         if lacking:
             local = torch.cat([local, local.new_zeros((lacking, *local.shape[1:]))])
         local = local.contiguous()
-        full = local.new_empty((self.group.size, *local.shape))
+        full = local.new_empty((self.group.size * largest, *local.shape[1:]))
         self.collectives.all_gather(full, local, self.group, phase=self.phase).wait()
-        if size == largest * self.group.size:
-            return full.flatten(0, 1).movedim(0, dim)
-        rows = [full[index, : stop - start] for index, (start, stop) in enumerate(spans)]
-        return torch.cat(rows).movedim(0, dim)
+        if size != len(full):
+            rows = full.unflatten(0, (self.group.size, largest))
+            full = torch.cat([rows[index, : stop - start] for index, (start, stop) in enumerate(spans)])
+        moved = full.movedim(0, dim)
+        return full if moved.shape == full.shape and moved.is_contiguous() else moved.contiguous()
 
     def own(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's piece along ``dim``, as a view."""
@@ -120,21 +121,6 @@ class _AddUp(torch.autograd.Function):
         return gradients[0], None
 
 
-class _TakeOwn(torch.autograd.Function):
-    """Own piece; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-        """Return this rank's piece."""
-        ctx.wire, ctx.dim, ctx.size = wire, dim, value.shape[dim]
-        return wire.own(value, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradient of the whole."""
-        return ctx.wire.join(gradients[0], ctx.size, ctx.dim), None, None
-
-
 class _JoinPieces(torch.autograd.Function):
     """All pieces; of the gradient, which is common, each rank takes its own."""
 
@@ -169,11 +155,6 @@ def add_up(value: torch.Tensor, wire: Wire) -> torch.Tensor:
         wire: The ranks.
     """
     return call_function(_AddUp, value, wire)
-
-
-def take_own(value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
-    """Return this rank's piece of a common value along ``dim``."""
-    return call_function(_TakeOwn, value, wire, dim)
 
 
 def join_pieces(value: torch.Tensor, wire: Wire, size: int, dim: int) -> torch.Tensor:
