@@ -69,7 +69,7 @@ def cut_share(
         call: The share, on the device.
         batch: The same as the user gave it.
         criterion: The loss, or None when outputs carry it.
-        weight: What the user says that the share weighs.
+        weight: What the user says that the share weighs; a function also says it of each micro-batch.
         model: The model.
         number: How many micro-batches there are, unless there are fewer rows.
 
@@ -80,9 +80,12 @@ def cut_share(
     number = max(1, min(number, rows))
     ends = [rows * index // number for index in range(number + 1)]
     slices = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
-    calls = [call] if number == 1 else [_cut(call, part, rows) for part in slices]
+    calls = [call] if number == 1 else [_cut_call(call, part, rows) for part in slices]
     total, rule = loss_weight(batch, call, criterion, weight, model)
-    counted = [loss_weight(piece.target, piece, criterion, None, model)[0] for piece in calls]
+    if callable(weight):  # the user knows what counts in any part of a batch
+        counted: list[float | None] = [float(weight(_cut(batch, part, rows))) for part in slices]
+    else:
+        counted = [loss_weight(piece.target, piece, criterion, None, model)[0] for piece in calls]
     given = criterion is None and call.kwargs.get("num_items_in_batch") is not None
     if total is None or given:  # losses of micro-batches are parts of a sum already
         weights = [1.0 if total is None else total] * number
@@ -129,8 +132,14 @@ def _count_rows(call: Call) -> int:
     return rows
 
 
-def _cut(call: Call, rows: slice, num_rows: int) -> Call:
-    """Return some rows of a call; what has no rows is in every micro-batch."""
+def _cut_call(call: Call, rows: slice, num_rows: int) -> Call:
+    """Return some rows of a call."""
+    args, kwargs, target = _cut((call.args, call.kwargs, call.target), rows, num_rows)
+    return Call(tuple(args), dict(kwargs), target)
+
+
+def _cut(tree: Any, rows: slice, num_rows: int) -> Any:
+    """Return some rows of a batch; what has no rows is in every micro-batch."""
 
     def cut(_: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -139,5 +148,4 @@ def _cut(call: Call, rows: slice, num_rows: int) -> Call:
             return leaf[rows] if len(leaf) == num_rows else leaf
         return leaf
 
-    args, kwargs, target = map_leaves(cut, (call.args, call.kwargs, call.target), is_leaf=is_list_of_values)
-    return Call(tuple(args), dict(kwargs), target)
+    return map_leaves(cut, tree, is_leaf=is_list_of_values)
