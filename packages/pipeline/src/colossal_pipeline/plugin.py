@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from colossal_core.plugins import AxisSpec, ScheduleSpec, StrategySpec, Target, hookimpl
+from colossal_core.plugins import AxisSpec, CommandSpec, ScheduleSpec, StrategySpec, Target, hookimpl
 
 _SCHEDULES = {
     "gpipe": ("All forwards, then all backwards.", "gpipe:GPipe"),
@@ -34,4 +34,14 @@ def colossal_register_strategies() -> Iterable[StrategySpec]:
         phase="partition",
         # Parameters that come and go, and layers that communicate, need more than shapes to find flows.
         excludes=("zero3", "gemini", "tensor-parallel"),
+    )
+
+
+@hookimpl
+def colossal_register_commands() -> Iterable[CommandSpec]:
+    """Offer ``colossal pipeline``."""
+    yield CommandSpec(
+        name="pipeline",
+        summary="Draw pipeline schedules.",
+        target=Target("colossal_pipeline.commands:pipeline"),
     )
