@@ -135,8 +135,8 @@ ENDS: dict[str, tuple[Callable[[Command], int], set[int]]] = {
 }
 
 
-QUICK = {"SIGTERM", "SIGKILL of a rank"}
-"""Those that are not left to `nox -s slow`."""
+QUICK = {"SIGTERM"}
+"""The one that is not left to `nox -s slow`: a run is saved and resumed whoever ends it."""
 
 STEPS = 20
 

@@ -54,6 +54,8 @@ def test_training_equals_one_process(name: str, nproc: int) -> None:
         check(serial_outcome(name), found)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_three_ranks_share_six_heads(name: str) -> None:
     """Neither 38 features nor 41 tokens divide by three."""

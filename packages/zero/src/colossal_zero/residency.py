@@ -344,6 +344,12 @@ class Residency:
         """Release every unit; also one whose gather nobody has waited for."""
         for unit in self._units:
             self.release(unit)
+        self._free_lingering()
+
+    def _free_lingering(self) -> None:
+        """Give memory back that something else, such as a message that ends, held when it was due."""
+        for home in list(self._lingering):
+            self._free(home)
 
     def release(self, unit: Unit) -> None:
         """Keep only the shards of a unit, with what the user changed in its values."""
@@ -356,8 +362,7 @@ class Residency:
             self._take_edits(held)
             self._guard(home)
             self._lingering.add(home)
-        for home in list(self._lingering):
-            self._free(home)
+        self._free_lingering()
 
     def check_guards(self) -> None:
         """Refuse what was written to released parameters.
