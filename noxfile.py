@@ -233,6 +233,20 @@ def bench_replicated(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
+def bench_tensor_parallel(session: nox.Session) -> None:
+    """Compare the step time of `TensorParallel` with torch's parallelize_module: -- [--ranks 2 4] [...]."""
+    install(session, "core", "cli", "tensor-parallel")
+    run_ranks(session, "python", "-m", "benchmarks.tensor_parallel", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def coverage_tensor_parallel(session: nox.Session) -> None:
+    """Judge `TensorParallel` on every architecture of transformers, and write the table: -- [--only ...]."""
+    install(session, "core", "tensor-parallel", "testkit", groups=("examples",))
+    run_ranks(session, "python", "-m", "benchmarks.tensor_parallel_coverage", *session.posargs)
+
+
+@nox.session(python=PYTHON)
 def bench_zero(session: nox.Session) -> None:
     """Compare `zero1` to `zero3` with DDP, FSDP2 and DeepSpeed: -- [--ranks 2 4] [--sweep] [...]."""
     install(session, "core", "cli", "zero")

@@ -14,25 +14,14 @@ trained for one step on two ranks and in one process, in fp64. The verdicts:
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-_beside = importlib.import_module("architectures")  # no package: a script and what stands beside it
-Wide, build_model, list_architectures, make_batch = (
-    _beside.Wide,
-    _beside.build_model,
-    _beside.list_architectures,
-    _beside.make_batch,
-)
+from benchmarks.architectures import Wide, build_model, list_architectures, make_batch
 
 BOUND = 1e-8
 

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from attrs import evolve
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from colossal_core.boxes import Box
 from colossal_core.errors import CapabilityError
-from colossal_core.interfaces import AbstractBorder, AbstractStrategy, Proposal
+from colossal_core.interfaces import AbstractStrategy, Proposal
 from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.replacement import check_replaceable, replace_module
 from colossal_core.runtime.table import Key, Part
+from colossal_tensor_parallel.borders import CutBorder, complete
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable, Works
-from colossal_tensor_parallel.logits import whole
 from colossal_tensor_parallel.planning import plan_model
 from colossal_tensor_parallel.spans import Split
 from colossal_tensor_parallel.tables import is_plain_table
@@ -30,6 +29,7 @@ from colossal_tensor_parallel.tracing import own_parameters
 from colossal_tensor_parallel.wires import Entrance, Wire
 
 if TYPE_CHECKING:
+    from colossal_core.interfaces import AbstractBorder
     from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.replacement import Stand
@@ -109,10 +109,9 @@ class TensorParallelStrategy(AbstractStrategy):
 
     def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
         """Return what gathers logits that leave the models."""
-        context.crossing.completions.append(_complete)
+        context.crossing.completions.append(complete)
         return {
-            name: _LogitsBorder(entrance, self._dice[name], context)
-            for name, entrance in self._entrances.items()
+            name: CutBorder(entrance, self._dice[name], context) for name, entrance in self._entrances.items()
         }
 
     def _plan(self, model: nn.Module) -> ModelPlan:
@@ -130,6 +129,7 @@ class TensorParallelStrategy(AbstractStrategy):
             value = vars(module)[change.name]
             setattr(module, change.name, change.values[rank])
             context.undo.append(_restore(module, change.name, value))
+        _leave_fast_path(model, made, context)
         for decision in made.decisions:
             if decision.split is None:
                 continue
@@ -155,31 +155,17 @@ class TensorParallelStrategy(AbstractStrategy):
             context.undo.append(replacement.undo)
 
 
-@final
-class _LogitsBorder(AbstractBorder):
-    """Gathers logits that leave a model, unless they go straight into a loss."""
+def _leave_fast_path(model: nn.Module, made: ModelPlan, context: Context) -> None:
+    """Keep torch's encoder layers with cut children from their fast path, which reads weights without calls.
 
-    def __init__(self, entrance: Entrance, dice: Dice, context: Context) -> None:
-        """Remember what is cleared when a call ends, and who says where outputs go."""
-        self._entrance = entrance
-        self._dice = dice
-        self._crossing = context.crossing
-
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Leave the arguments as they are: all ranks have the same."""
-        self._dice.close()  # a call before may have ended in an error between two layers
-        return args, kwargs
-
-    def exit(self, outputs: Any) -> Any:
-        """Return outputs with whole logits."""
-        self._entrance.clear()
-        self._dice.close()
-        return outputs if self._crossing.goes_to_loss else _complete(outputs)
-
-
-def _complete(outputs: Any) -> Any:
-    """Return outputs with whole logits; collective where there are cut ones."""
-    return pytree.tree_map(whole, outputs)
+    It is taken in evaluation without gradients, when this attribute says that it knows the activation.
+    """
+    cut = {decision.name.rpartition(".")[0] for decision in made.decisions if decision.split is not None}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and name in cut:
+            known = vars(module)["activation_relu_or_gelu"]
+            vars(module)["activation_relu_or_gelu"] = 0
+            context.undo.append(_restore(module, "activation_relu_or_gelu", known))
 
 
 def _restore(module: nn.Module, name: str, value: object) -> Any:
