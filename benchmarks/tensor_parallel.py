@@ -50,7 +50,8 @@ class Block(nn.Module):
         """Return the stream with what this block adds."""
         normal = self.norm1(stream)
         heads = [layer(normal).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.q, self.k, self.v)]
-        mixed = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in heads), is_causal=True)
+        q, k, v = (head.transpose(1, 2) for head in heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         stream = stream + self.out(mixed.transpose(1, 2).flatten(2))
         added: torch.Tensor = self.down(F.gelu(self.up(self.norm2(stream))))
         return stream + added
@@ -102,7 +103,7 @@ def make_torch() -> Any:
     model = parallelize_module(Decoder(), mesh, plan)
     cut = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-    groups = [{"params": cut}, {"params": whole}]  # its fused step takes no mixture
+    groups: list[dict[str, Any]] = [{"params": cut}, {"params": whole}]  # its fused step takes no mixture
     optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
     def step(ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
