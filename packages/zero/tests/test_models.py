@@ -96,6 +96,14 @@ def test_copies_are_exact(name: str, stage: Stage) -> None:
     compare(found, train_alone(name, 4))
 
 
+@pytest.mark.parametrize(("name", "stage"), [("tied", 1), ("attending", 2), ("repeated", 2), ("adapted", 1)])
+def test_values_that_are_waited_for_in_forward_are_exact(name: str, stage: Stage) -> None:
+    """Also where a parent reads the weights of children that it does not call."""
+    found = run_ranks(train, 3, name, (Zero(stage=stage, gather="forward"),))
+
+    compare(found, train_alone(name, 3))
+
+
 @pytest.mark.parametrize(("stage", "num_ranks"), [(1, 1), (1, 2), (2, 2), (3, 3)])
 def test_updates_on_the_host_are_exact(stage: Stage, num_ranks: int) -> None:
     """Masters, gradients of the shard and states are elsewhere; the numbers are the same."""

@@ -15,7 +15,9 @@ from colossal_zero import Zero
 Stage = Literal[1, 2, 3]
 
 
-@pytest.mark.parametrize("options", [{"stage": 4}, {"stage": True}, {"stage": 1, "replicas": 0}])
+@pytest.mark.parametrize(
+    "options", [{"stage": 4}, {"stage": True}, {"stage": 1, "replicas": 0}, {"stage": 1, "gather": "never"}]
+)
 def test_wrong_options_are_refused_with_the_value(options: dict[str, Any]) -> None:
     """A stage is 1, 2 or 3; copies are counted from 1."""
     with pytest.raises(UsageError, match="got"):
@@ -60,6 +62,12 @@ def test_estimate_divides_by_the_ranks_of_one_copy() -> None:
     single = Zero(stage=2).estimate(model, ranks=4)
 
     assert copied == single
+
+
+def test_gathering_in_forward_means_nothing_in_stage_3() -> None:
+    """A setting that has no effect is refused."""
+    with pytest.raises(UsageError, match="no effect"):
+        Zero(stage=3, gather="forward")
 
 
 def test_copies_have_to_divide_the_ranks() -> None:

@@ -268,6 +268,45 @@ def test_penalties_on_parameters_are_exact_where_they_are_whole() -> None:
             assert_close(found[name], value.detach(), name)
 
 
+def look_between() -> list[tuple[str, bool]]:
+    """Read parameters between a step and the next forward; return what is finite."""
+    model = build("tower")
+    booster = Booster(Zero(stage=2, gather="forward"), precision="fp64")
+    model, optimizer = booster.boost(model, sgd(model))
+    found = []
+    for step, look in enumerate(
+        ("nothing", "values", "state_dict", "deepcopy", "full_parameters", "forward")
+    ):
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tensors: list[torch.Tensor] = list(model.parameters())
+        if look == "state_dict":
+            tensors = list(model.state_dict().values())
+        elif look == "deepcopy":
+            tensors = list(copy.deepcopy(model).parameters())
+        elif look == "full_parameters":
+            with booster.full_parameters(model) as full:
+                tensors = [value.clone() for value in full.values()]
+        elif look == "forward":
+            loss_of(model, dist.get_rank(), step)
+        found.append((look, all(bool(torch.isfinite(tensor).all()) for tensor in tensors)))
+    return found
+
+
+def test_values_on_their_way_are_poison_until_somebody_asks_for_them() -> None:
+    """State dicts, copies and forward wait for them; a bare look does not get old values."""
+    for found in run_ranks(look_between, 2):
+        assert dict(found) == {
+            "nothing": False,
+            "values": False,
+            "state_dict": True,
+            "deepcopy": True,
+            "full_parameters": True,
+            "forward": True,
+        }
+
+
 def compile_first() -> None:
     """Boost a compiled model."""
     model = build("tower")

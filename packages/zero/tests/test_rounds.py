@@ -44,6 +44,17 @@ def test_rounds_do_not_depend_on_the_speed_of_messages(loop: str) -> None:
     assert_same_story(traces, expect(story, 2))
 
 
+@pytest.mark.parametrize("loop", ["accumulate", "break_in_backward", "recompute"])
+def test_loops_are_exact_while_values_are_on_their_way(loop: str) -> None:
+    """Forward waits for what it reads, whatever the loop does."""
+    piece = Zero(stage=1, gather="forward")
+    story = attrs.evolve(LOOPS[loop], pieces=(piece,), shows_gradients=False)
+
+    traces = run_ranks(tell_with_slow_messages, 2, story)
+
+    assert_same_story(traces, expect(story, 2))
+
+
 def keep_on_one_rank(turn: Turn) -> None:
     """Clear on one rank only."""
     if turn.rank == 0:

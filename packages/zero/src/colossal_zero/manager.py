@@ -8,17 +8,20 @@ abstract manager.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from colossal_core.errors import CapabilityError
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.flat_manager import AbstractFlatManager, Owned
 from colossal_core.runtime.scattered import ScatteredLane, Shard
 from colossal_core.runtime.segments import OwnedRange
 from colossal_zero.division import copies_of, divided_over
 from colossal_zero.exchange import exchange_states
+from colossal_zero.late import LateValues
 from colossal_zero.sizes import estimate_table
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.table import Entry, ParameterTable
     from colossal_zero.options import Zero
 
-__all__ = ["AbstractZeroManager", "ZeroManager"]
+__all__ = ["AbstractZeroManager", "ZeroManager", "refuse_compiled"]
 
 PHASE = "parameters"
 
@@ -170,11 +173,40 @@ class AbstractZeroManager(AbstractFlatManager):
 class ZeroManager(AbstractZeroManager):
     """Keeps values whole on every rank."""
 
+    def __init__(self, options: Zero) -> None:
+        """Remember the options; see :class:`colossal_zero.Zero`."""
+        super().__init__(options)
+        self._late = LateValues()
+
+    # --- set-up ---------------------------------------------------------------------------------------------
+
+    def attach(
+        self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
+    ) -> None:
+        """Divide the parameters' buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`.
+
+        Raises:
+            CapabilityError: A model is compiled, and values are to be waited for in forward.
+        """
+        self._models = dict(models)
+        if self.options.gather == "forward":
+            refuse_compiled(models, "Zero(gather='forward')", "leave gather out")
+        super().attach(models, optimizers, context)
+
+    def _take(self, owned: Owned) -> None:
+        """Take over parameters, and wait in forward for those, too."""
+        self._late.settle()
+        super()._take(owned)
+        if self.options.gather == "forward":
+            divided = [held for own in self._owned for held in own.ranges if held.divided.axes]
+            self._late.watch(self._models, self._context.table, divided)
+
     # --- a step ---------------------------------------------------------------------------------------------
 
     def _publish(self, owned: Owned, live: Callable[[Any], bool]) -> Callable[[int], None]:
         """Gather each divided buffer as soon as this rank's shard of it is updated."""
-        pending: list[Pending] = []
+        self._late.settle()  # two gathers of one buffer must not meet
+        pending: list[tuple[OwnedRange, Pending]] = []
         ranges = iter(enumerate(owned.ranges))
         upcoming = next(ranges, None)
 
@@ -184,15 +216,57 @@ class ZeroManager(AbstractZeroManager):
                 held = upcoming[1]
                 if held.divided.axes and any(live(slot) for slot in held.buffer.slots):
                     group = self._context.mesh.group(held.divided, owned.channel)
-                    pending.append(
-                        self._context.collectives.all_gather(
-                            held.buffer.values, held.values, group, phase=PHASE
-                        )
-                    )
+                    values = held.buffer.values
+                    gather = self._context.collectives.all_gather(values, held.values, group, phase=PHASE)
+                    pending.append((held, gather))
                 upcoming = next(ranges, None)
             if upcoming is None:
-                for gather in pending:
-                    gather.wait()
+                for held, gather in pending:
+                    if self.options.gather == "forward":
+                        self._late.send(held, gather)
+                    else:
+                        gather.wait()
                 pending.clear()
 
         return updated
+
+    def _take_edits(self, owned: Owned) -> None:
+        """Have the values here before edits are looked for."""
+        self._late.settle()
+        super()._take_edits(owned)
+
+    # --- books ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+        """Show every parameter; they are whole on every rank."""
+        self._late.settle()
+        with super().full_parameters(model) as shown:
+            yield shown
+
+    def detach(self) -> None:
+        """Give the models back."""
+        self._late.settle()
+        self._late.close()
+        super().detach()
+
+
+def refuse_compiled(models: Mapping[str, nn.Module], what: str, hint: str) -> None:
+    """Refuse compiled models where parameters come and go, which compiled code does not notice.
+
+    Args:
+        models: The models.
+        what: What lets them come and go.
+        hint: What to do instead.
+
+    Raises:
+        CapabilityError: Naming the model.
+    """
+    for name, model in models.items():
+        for module in model.modules():
+            is_wrapped = isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001 - its only home
+            if is_wrapped or module._compiled_call_impl is not None:  # noqa: SLF001 - torch has no getter
+                raise CapabilityError(
+                    f"model {name!r} is compiled, and {what} cannot gather inside compiled code",
+                    hint=f"{hint}, or drop torch.compile",
+                )

@@ -43,6 +43,20 @@ def _check_offload(_piece: object, _field: attrs.Attribute[str | None], value: o
         )
 
 
+def _check_gather(piece: Zero, _field: attrs.Attribute[str], value: object) -> None:
+    """Refuse what is not a choice, or has no effect."""
+    if value not in {"step", "forward"}:
+        raise UsageError(
+            f"Zero: gather must be 'step' or 'forward', got {value!r}",
+            hint="'forward' returns from step() while updated values are still on their way",
+        )
+    if value == "forward" and piece.stage == 3:
+        raise UsageError(
+            "Zero: gather='forward' has no effect with stage=3, which gathers each unit when it runs",
+            hint="leave it out",
+        )
+
+
 @final
 @attrs.frozen(kw_only=True)
 class Zero:
@@ -60,6 +74,9 @@ class Zero:
         offload: ``"optimizer"`` keeps optimizer state and masters in host memory, and runs the update there:
             per step gradients of the shard travel to the host, and values back. Masters exist in every
             precision then.
+        gather: When updated values are whole again on every rank, in stages 1 and 2: ``"step"`` before
+            ``step()`` returns, ``"forward"`` when the first module runs that reads them; until then
+            parameters show NaN to code that reads them elsewhere.
 
     Raises:
         UsageError: An option is something else.
@@ -68,6 +85,7 @@ class Zero:
     stage: Literal[1, 2, 3] = attrs.field(validator=_check_stage)
     replicas: int = attrs.field(default=1, validator=_check_replicas)
     offload: Literal["optimizer"] | None = attrs.field(default=None, validator=_check_offload)
+    gather: Literal["step", "forward"] = attrs.field(default="step", validator=_check_gather)
 
     @property
     def replica_degree(self) -> int | None:

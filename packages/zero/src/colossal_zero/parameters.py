@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
-import torch
-from torch import nn
 
-from colossal_core.errors import CapabilityError
 from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
 from colossal_core.runtime.copies import refuse_copies
 from colossal_core.runtime.mesh import PARAMETERS
 from colossal_core.runtime.segments import OwnedRange
 from colossal_core.runtime.table import Place
-from colossal_zero.manager import AbstractZeroManager
+from colossal_zero.manager import AbstractZeroManager, refuse_compiled
 from colossal_zero.residency import Residency, Unit
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.flat import FlatBuffer
     from colossal_core.runtime.flat_manager import Owned
@@ -49,7 +49,7 @@ class DividedManager(AbstractZeroManager):
         Raises:
             CapabilityError: A model is compiled.
         """
-        _refuse_compiled(models)
+        refuse_compiled(models, "Zero(stage=3)", "use Zero(stage=2)")
         mesh = context.mesh
         groups = {spec: mesh.group(spec, PARAMETERS) for spec in self.groups(context.table)}
         self._residency = Residency(context.collectives, groups)
@@ -221,18 +221,3 @@ class DividedManager(AbstractZeroManager):
 def _is_inside(path: str, block: str) -> bool:
     """Whether a module is a block or lies in it."""
     return bool(block) and (path == block or path.startswith(f"{block}."))
-
-
-def _refuse_compiled(models: Mapping[str, nn.Module]) -> None:
-    """Refuse compiled models, which would keep what they compiled for parameters that come and go.
-
-    Raises:
-        CapabilityError: Naming the model.
-    """
-    for name, model in models.items():
-        for module in model.modules():
-            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:  # noqa: SLF001 - torch has no getter
-                raise CapabilityError(
-                    f"model {name!r} is compiled, and Zero(stage=3) cannot gather inside compiled code",
-                    hint="use Zero(stage=2), or drop torch.compile",
-                )
