@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from colossal_core.errors import ColossalError, RankMismatchError
+from colossal_core.errors import CheckpointError, ColossalError, RankMismatchError
 
 __all__ = ["Agreement"]
 
@@ -79,7 +79,9 @@ class Agreement:
     def attempt(self, topic: str, action: Callable[[], T]) -> T:
         """Run something that may fail on some ranks only; raise on every rank when it failed on any.
 
-        The failing rank raises its own error, the others a :class:`RankMismatchError` that quotes it.
+        The failing rank raises its own error, the others a :class:`RankMismatchError` that quotes it: a
+        :class:`CheckpointError` where a checkpoint is the reason, so that a script which catches it and
+        takes an older one does so on all ranks.
         """
         error: Exception | None = None
         result: list[T] = []
@@ -92,8 +94,9 @@ class Agreement:
             raise error
         failed = [(rank, json.loads(note)) for rank, note in enumerate(notes) if note]
         if failed:
-            rank, (message, hint) = failed[0]
-            raise RankMismatchError(f"rank {rank} could not go on: {message}", hint=hint)
+            rank, (message, hint, code) = failed[0]
+            kind = CheckpointError if code == CheckpointError.default_code else RankMismatchError
+            raise kind(f"rank {rank} could not go on: {message}", hint=hint)
         return result[0]
 
     def begin_exchange(self) -> None:
@@ -138,8 +141,8 @@ class Agreement:
         )
 
 
-def _describe(error: Exception) -> tuple[str, str]:
-    """Return what other ranks are told: message and hint."""
+def _describe(error: Exception) -> tuple[str, str, str]:
+    """Return what other ranks are told: message, hint and code."""
     if isinstance(error, ColossalError):
-        return error.message, error.hint
-    return f"{type(error).__name__}: {error}", "look at the output of that rank"
+        return error.message, error.hint, error.code
+    return f"{type(error).__name__}: {error}", "look at the output of that rank", ""

@@ -300,7 +300,7 @@ def _fill_optimizer(
         held.setdefault(holding.name, []).append(holding)
     for tensor_name, holdings in held.items():
         _fill(reader, f"{name}: {tensor_name}", record.tensors[tensor_name], holdings)
-    findings.loaded += len(record.tensors)
+    findings.loaded += sum(map(len, states.values()))
 
 
 def _fill(reader: BlockReader, name: str, tensor: TensorRecord, holdings: Sequence[Holding]) -> None:

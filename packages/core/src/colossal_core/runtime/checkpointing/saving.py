@@ -21,6 +21,7 @@ import torch
 from attrs import define, evolve, field
 
 from colossal_core.checkpoint.directory import (
+    MANIFEST_NAME,
     clear_save,
     data_file_name,
     find_complete,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.engine import Engine
 
-__all__ = ["Saver", "average_name", "optimizer_name"]
+__all__ = ["Saver", "average_name", "check_root", "optimizer_name"]
 
 PARTS_TIMEOUT_SECONDS = 3600.0
 """How long rank 0 waits for others to write: disks may be slow, and a dead rank ends the run by itself."""
@@ -198,8 +199,7 @@ class Saver:
                 "save inside average.applied(): the model shows averages in place of its weights",
                 hint="save outside; averages are part of every checkpoint",
             )
-        if root.exists() and not root.is_dir():
-            raise UsageError(f"{root} is a file", hint="pass a directory; save() makes step-N inside")
+        check_root(root)
 
     def _collect(self, directory: Path, mark: str, *, extra: Any) -> Part:
         """Return what this rank writes, as views of where it lives."""
@@ -316,6 +316,18 @@ class Saver:
         self._engine.observers.after_checkpoint_saved(job.part.directory, job.part.head.step)
 
 
+def check_root(root: Path) -> None:
+    """Refuse what cannot hold the checkpoints of a run.
+
+    Raises:
+        UsageError: It is a file, or a checkpoint: ``load`` would take that one and not those inside.
+    """
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"{root} is a file", hint="pass a directory; save() makes step-N inside")
+    if (root / MANIFEST_NAME).is_file():
+        raise UsageError(f"{root} is a checkpoint itself", hint=f"save into {root.parent}, or elsewhere")
+
+
 def optimizer_name(index: int) -> str:
     """Return the name of an optimizer in a checkpoint, by its position in the ``boost`` call."""
     return f"optimizer_{index}" if index else "optimizer"
@@ -344,7 +356,7 @@ def _make(directory: Path, probe: Path, root: Path) -> None:
         warnings.warn(
             f"{root} holds {newer[0]}, which is newer than {directory.name}, so load({str(root)!r}) would "
             "take it. Save elsewhere when you go on from an older checkpoint, or delete the newer ones.",
-            stacklevel=2,
+            stacklevel=7,  # the line that calls save()
         )
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from colossal_core.errors import UsageError
+from colossal_core.runtime.checkpointing.saving import check_root
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,8 +58,10 @@ class Stopping:
             keep: As for ``Booster.save``.
 
         Raises:
-            UsageError: This is not the main thread, the only one that can handle signals.
+            UsageError: This is not the main thread, the only one that can handle signals, or ``root`` is no
+                place for checkpoints.
         """
+        check_root(root)
         self._engine = engine
         self._root = root
         self._extra = extra
