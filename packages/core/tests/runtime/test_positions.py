@@ -91,14 +91,53 @@ def test_what_workers_have_read_ahead_does_not_count() -> None:
     assert loader.position()["samples"] == 2
 
 
-def test_position_after_the_last_batch_is_the_next_epoch() -> None:
-    """Also in the body of the loop, so a checkpoint there does not repeat an epoch."""
+def test_next_epoch_comes_when_the_loop_has_ended() -> None:
+    """In the body of the last batch the epoch still goes on, and what comes at its end is still to come."""
     loader = boost(DataLoader(Numbers(), 10, shuffle=True), 1, 0)
 
     places = [(loader.position()["epoch"], loader.position()["samples"]) for _ in loader]
 
-    assert places == [(0, 10), (0, 20), (1, 0)]
-    assert (loader.position()["epoch"], loader.epoch) == (1, 1)
+    assert places == [(0, 10), (0, 20), (0, 23)]
+    assert (loader.position()["epoch"], loader.position()["samples"], loader.epoch) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_position_in_the_body_of_the_last_batch_is_before_the_end_of_the_epoch(kind: str) -> None:
+    """No batch comes twice, and a loop that goes on from there ends the epoch before the next one."""
+    loader = boost(KINDS[kind](), 1, 0)
+    position = [json.loads(json.dumps(loader.position())) for _ in loader][-1]
+    resumed = boost(KINDS[kind](), 1, 0)
+    resumed.seek(position)
+
+    assert resumed.epoch == 0
+    assert read(resumed) == []
+    assert resumed.epoch == 1
+    assert epoch_of([resumed]) == epoch_of([loader])
+
+
+def test_loop_left_in_the_body_of_the_last_batch_has_ended() -> None:
+    """A loop that breaks by itself there is over, as one that is asked in vain for another batch."""
+    loader = boost(DataLoader(Numbers(), 10), 1, 0)
+
+    read(loader, 3)
+
+    assert (loader.position()["epoch"], loader.position()["samples"]) == (1, 0)
+    assert len(read(loader)) == 3
+    assert loader.epoch == 2
+
+
+def test_position_of_an_earlier_version_is_read() -> None:
+    """It did not say whether the epoch was over."""
+    loader = boost(DataLoader(Numbers(), 10), 1, 0)
+    read(loader, 2)
+    position = loader.position()
+    del position["is_over"]
+
+    loader.seek(position)
+
+    assert len(read(loader)) == 1
+    with pytest.raises(UsageError, match="'is_over' is missing, unknown or wrong"):
+        loader.seek({**position, "is_over": 1})
 
 
 def test_loop_left_early_keeps_its_position_until_the_next_one_begins() -> None:

@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch of the loader that training reads; 0 without a boosted loader."""
+        """Epoch of the loader that training reads, until its loop has ended; 0 without a boosted loader."""
         return self.loaders[self.shares.training].epoch if self.loaders else 0
 
     def begin_iteration(self, loader: int | None = None) -> None:

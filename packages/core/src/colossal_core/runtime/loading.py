@@ -221,6 +221,9 @@ class BoostedLoader(DataLoader[Any]):
             RankMismatchError: Ranks have different orders.
         """
         start = self._progress.start()
+        if start.is_over:
+            self._progress.begin(start)
+            return self._give(Opening(answers=iter(())))
         opening = self._source.open(start)
         self._check_head(start, opening)
         self._progress.begin(evolve(start, head=opening.head, workers=opening.workers))
@@ -245,16 +248,22 @@ class BoostedLoader(DataLoader[Any]):
     def position(self) -> dict[str, Any]:
         """Return what has been given so far, for :meth:`seek`, as JSON can hold it.
 
-        ``epoch`` is that of the next batch: after the last batch of an epoch it is the next epoch, with
-        ``samples`` (given in it, of all ranks) at 0. What workers have read ahead does not count. After a
-        loop that was left early it stays where the loop left; iterating again begins the next epoch.
+        ``samples`` are those of all ranks that were given in ``epoch``. In the body of a loop, also that of
+        its last batch, ``epoch`` is the one that is being given: going on from there gives the rest, which
+        may be no batch. When the loop has ended it is the next epoch, with ``samples`` at 0. What workers
+        have read ahead does not count. After a loop that was left early it stays where the loop left;
+        iterating again begins the next epoch.
         """
-        try:
-            length = self._source.num_elements()
-        except TypeError:
-            length = None
-        at = self._progress.at
-        return evolve(at, length=length, batch_rows=self._source.batch_rows or 0).to_dict()
+        return self._describe(self._progress.at)
+
+    def resume_position(self) -> dict[str, Any]:
+        """Return :meth:`position` for a checkpoint, in which a loop that has evaluated and ended is over.
+
+        A loop in which no step is taken is not training: when it was left early, a resumed run must not go on
+        in the middle of its samples, as the interrupted one would not have.
+        """
+        goes_on = self._book.may_go_on(self.number)
+        return self._describe(self._progress.at if goes_on else self._progress.start())
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Let the next iteration go on where :meth:`position` was called, with the same order.
@@ -277,6 +286,14 @@ class BoostedLoader(DataLoader[Any]):
 
     # --- internals ------------------------------------------------------------------------------------------
 
+    def _describe(self, at: Position) -> dict[str, Any]:
+        """Return a position with what a later run compares, as JSON can hold it."""
+        try:
+            length = self._source.num_elements()
+        except TypeError:
+            length = None
+        return evolve(at, length=length, batch_rows=self._source.batch_rows or 0).to_dict()
+
     def _give(self, opening: Opening) -> Iterator[Any]:
         """Yield the batches, and keep the books."""
         record = self._book.open(self.number)
@@ -297,6 +314,8 @@ class BoostedLoader(DataLoader[Any]):
                 yield batch.pop()
         finally:
             record.close()
+            if self._progress.at.is_over:  # the loop may have been left in the body of the last batch
+                self._progress.end(epoch)
         self._progress.end(epoch)
 
     def _read(self, record: Record, opening: Opening) -> list[Any]:

@@ -1,4 +1,11 @@
-"""Where a loader stands, as a value that a checkpoint can store as JSON."""
+"""Where a loader stands, as a value that a checkpoint can store as JSON.
+
+# Note [The end of an epoch]
+With its last batch an epoch is not over: after it a loop validates, steps a schedule, counts. A run that is
+saved in the body of the last batch therefore resumes with what is left of that epoch, which is no batch, and
+goes through the end of the epoch as the interrupted run would have. The next epoch comes when the loop has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +31,7 @@ class Position:
 
     Attributes:
         order: What the epoch consists of.
-        epoch: Epoch of the next batch, from 0.
+        epoch: Epoch that is given, or comes next, from 0.
         samples: Samples of all ranks given in this epoch.
         batches: Elements given in this epoch where these are batches: of all ranks, when each brings its own.
         seed: Seed of the loader.
@@ -33,6 +40,7 @@ class Position:
             whether the order is still the same.
         workers: For a stream that the dataset divides among workers: how many; else 0.
         batch_rows: Samples in a global batch; 0 when batches are made elsewhere.
+        is_over: Whether all of the epoch was given; see Note [The end of an epoch].
     """
 
     order: OrderKind
@@ -44,6 +52,7 @@ class Position:
     head: tuple[int, str] | None = None
     workers: int = 0
     batch_rows: int = 0
+    is_over: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as numbers, texts, lists and None, by field."""
@@ -58,6 +67,7 @@ class Position:
             UsageError: Fields are missing, unknown or of a wrong kind.
         """
         known = attrs.fields_dict(cls)
+        values = {"is_over": False, **values}  # earlier versions did not write it
         wrong = sorted(known.keys() ^ values.keys())
         counts = ("epoch", "samples", "batches", "seed", "workers", "batch_rows")
         wrong += [name for name in counts if name in values and not _is_count(values[name])]
@@ -65,6 +75,8 @@ class Position:
             wrong.append("length")
         if "order" in values and values["order"] not in get_args(OrderKind):
             wrong.append("order")
+        if not isinstance(values["is_over"], bool):
+            wrong.append("is_over")
         head = values.get("head")
         if head is not None and not (
             isinstance(head, list | tuple) and len(head) == 2 and _is_count(head[0])
@@ -106,16 +118,18 @@ class Progress:
             share: What was given of it.
             units: Elements of the order that it used up.
         """
-        if share.is_last_of_epoch:
-            self.at, self._is_begun = self._following(), False
-            return
         at = self.at
         # Only where elements are batches do these have a count of their own; a stream may need both.
         units = {"samples": 0, "stream": 1}.get(at.order, units)
-        self.at = attrs.evolve(at, samples=at.samples + share.global_rows, batches=at.batches + units)
+        self.at = attrs.evolve(
+            at,
+            samples=at.samples + share.global_rows,
+            batches=at.batches + units,
+            is_over=share.is_last_of_epoch,
+        )
 
     def end(self, epoch: int) -> None:
-        """Note that an epoch is over, also when it had no batch."""
+        """Note that the loop over an epoch has ended, also when it had no batch."""
         if self._is_begun and self.at.epoch == epoch:
             self.at, self._is_begun = self._following(), False
 

@@ -111,6 +111,7 @@ class ShareBook:
         self._loss_weights = loss_weights
         self._reference_rows: int | None = None
         self._running: list[Record] = []
+        self._stepped: set[int] = set()
         self._latest: Record | None = None
         self._on_next: Callable[[int], None] = lambda _: None
         self.samples = 0
@@ -134,8 +135,17 @@ class ShareBook:
         if self._latest is not None and self._latest.samples:
             self.samples += self._latest.samples
             self.training = self._latest.loader
+        self._stepped.update(record.loader for record in self._running)
         for record in self.records:
             record.samples = 0
+
+    def may_go_on(self, loader: int) -> bool:
+        """Whether a loop over a loader runs, or is one that trains: a step was taken in it.
+
+        Args:
+            loader: Its number.
+        """
+        return loader in self._stepped or any(record.loader == loader for record in self._running)
 
     def state(self) -> dict[str, int | None]:
         """Return what a checkpoint keeps."""

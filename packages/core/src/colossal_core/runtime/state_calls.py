@@ -71,7 +71,8 @@ class StateCalls(ABC):
             ``root/step-N``, N being :attr:`step`.
 
         Raises:
-            UsageError: An accumulation window is open, or ranks pass different directories.
+            UsageError: An accumulation window is open, ranks pass different directories, or ``root`` is a
+                file or a checkpoint.
             CheckpointError: The disk refuses, or ranks do not see one directory; on every rank.
         """
         engine = self._built("save")
@@ -109,7 +110,7 @@ class StateCalls(ABC):
             signals: Which signals.
 
         Raises:
-            UsageError: This is not the main thread.
+            UsageError: This is not the main thread, or ``root`` is a file or a checkpoint.
         """
         engine = self._built("save_on_signal")
         if engine.stopping is not None:
@@ -223,8 +224,9 @@ class StateCalls(ABC):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next batch of the loader that training reads, from 0; restored by :meth:`load`.
+        """Epoch of the loader that training reads, from 0; restored by :meth:`load`.
 
+        The one that is being given, until its loop has ended; between two of them that which comes next.
         That loader is the boosted one that gave the batch of the last step, before the first step the first
         one; 0 without a boosted loader.
         """

@@ -82,7 +82,7 @@ class Loaded:
     Attributes:
         path: The checkpoint.
         step: Real steps that were taken.
-        epoch: Epoch of the next batch.
+        epoch: Epoch that goes on, or begins.
         samples: Samples that the run has seen.
         extra: What was given to ``save``; tuples, sets and tensors as they were.
         report: What loading found.

@@ -50,7 +50,7 @@ def collect_run_state(engine: Engine) -> dict[str, Any]:
         "data_coordinates": [layout.data_coordinate(rank) for rank in range(layout.world_size)],
         "seed": engine.seed,
         "schedulers": schedulers,
-        "loaders": [pack_values(loader.position(), "loader") for loader in engine.loaders],
+        "loaders": [pack_values(loader.resume_position(), "loader") for loader in engine.loaders],
         "loss_scale": None if scale is None else pack_values(scale.state(), "loss scale"),
         "loss_weights": pack_values(engine.context.weights.state(), "loss weights"),
         "shares": pack_values(engine.shares.state(), "shares"),
@@ -145,6 +145,7 @@ def optimizer_details(engine: Engine, index: int) -> dict[str, Any]:
         "groups": groups,
         "counters": counters,
         "skipped_steps": optimizer.skipped_steps,
+        "stepped": optimizer.stepped,
         "grad_norm": pack_values(float(optimizer.grad_norm), "the gradient norm"),
     }
 
@@ -157,7 +158,9 @@ def optimizer_difference(engine: Engine, index: int, details: Mapping[str, Any])
     mine = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in details["groups"]]
     if len(mine) != len(theirs):
-        return f"optimizer {index} is stored with groups of {theirs} parameters, this one has {mine}"
+        text = f"optimizer {index} is stored with groups of {theirs} parameters, this one has {mine}"
+        # Groups that are added while a run goes on are not there yet when it starts again.
+        return f"{text}; call its add_param_group() for the others before load()" if mine < theirs else text
     return ""
 
 
@@ -193,6 +196,9 @@ def restore_optimizer_details(
                 state[parameter] = found
     engine.manager.load_state(index, state)
     optimizer.skipped_steps = int(details["skipped_steps"])
+    optimizer.stepped = bool(details.get("stepped", False))  # earlier versions did not write it
+    if optimizer.stepped:
+        optimizer.user.__dict__["_opt_called"] = True  # schedulers look there for the order of calls
     optimizer.grad_norm = torch.tensor(unpack_values(details["grad_norm"]), dtype=torch.float64)
 
 
