@@ -258,6 +258,13 @@ def bench_zero(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON)
+def bench_pipeline(session: nox.Session) -> None:
+    """Compare pipelines with torch.distributed.pipelining, zbv with 1f1b: -- [--ranks 2 4] [--self] [...]."""
+    install(session, "core", "cli", "pipeline")
+    run_ranks(session, "python", "-m", "benchmarks.pipeline", *session.posargs)
+
+
+@nox.session(python=PYTHON)
 @each_member
 def changelog(session: nox.Session, member: str) -> None:
     """Show the next changelog entry of one member: -- --write VERSION puts it into CHANGELOG.md."""

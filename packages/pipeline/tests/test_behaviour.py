@@ -181,6 +181,19 @@ def test_a_failing_stage_ends_the_step_on_all_ranks_and_leaves_no_trace(schedule
     assert found[0][2] == found[1][2]
 
 
+def bring_different_batches() -> None:
+    """Each rank reads samples of its own, as data ranks do."""
+    run = BUILDERS["gpt"]()
+    booster, _ = trials.boost(run, [Pipeline(degree=2, microbatches=2)])
+    booster.forward_backward(run.model, run.batches[booster.world.rank], run.criterion)
+
+
+def test_ranks_of_one_pipeline_bring_the_same_batch() -> None:
+    """Different ones are refused in the first step, on every rank."""
+    for error in run_ranks_expecting_errors(bring_different_batches, 2):
+        assert "bring different batches" in str(error)
+
+
 def boost_with(pieces: list[object], settings: dict[str, Any]) -> None:
     """Boost a GPT."""
     trials.boost(BUILDERS["gpt"](), pieces, **settings)

@@ -40,6 +40,7 @@ class CutModel:
     Attributes:
         model: The user's model.
         stages: Runs its stages.
+        has_compared: Whether ranks were seen to bring the same batch.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CutModel:
             table: The parameter table.
             keeps_forms: Whether what flows depends on shapes only.
         """
+        self.has_compared = False
         self._keeps_forms = keeps_forms
         self.model = model
         self.stages: Stages = Stages(model, find_items(model), stages)

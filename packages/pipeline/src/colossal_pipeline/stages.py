@@ -233,7 +233,11 @@ class _Run:
 
     def draw(self, where: str, number: int) -> None:
         """Seed the generators; see Note [Random numbers]."""
-        torch.manual_seed(mix_seed(self.seed, where, number))
+        seed = mix_seed(self.seed, where, number)
+        # torch.manual_seed also queues a call, with a traceback, for each kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
 
     @contextmanager
     def watch(self, item: Item) -> Iterator[None]:

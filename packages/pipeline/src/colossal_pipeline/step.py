@@ -13,7 +13,10 @@ like that; there the rank raises at once.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -26,6 +29,7 @@ from torch.utils import _pytree as pytree
 from colossal_core.errors import ColossalError, UsageError
 from colossal_core.runtime.batches import split_batch
 from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.loading import CHECK_VARIABLE
 from colossal_core.runtime.trees import map_leaves
 from colossal_core.schedule import Action, PipelineShape, Work
 from colossal_pipeline.flow import LeafKey, Slot, list_leaves
@@ -147,6 +151,9 @@ class Step:
         except Exception as err:  # noqa: BLE001 - it is raised below, once the others know of it
             error = err
             self._note(err)
+        if not self._cut.has_compared:
+            error = self._compare(batch, error)
+            share = share if error is None else None
         group = self._gear.everyone
         own = math.nan
         if share is not None:
@@ -184,7 +191,7 @@ class Step:
         transport = Transport(self._context, gear.placement, self._forms, actions)
         row = actions[gear.line.index]
         terms = _Terms(total=total, factor=factor, seed=int(torch.randint(2**62, ())))
-        state = torch.get_rng_state()
+        states = _random_states()
         last = max((n for n, a in enumerate(row) if a.work is not Work.FORWARD), default=-1)
         with ExitStack() as held, self._cut.in_use():
             if self._trains:
@@ -198,7 +205,7 @@ class Step:
                 with self._counting(piece):
                     self._take(action, piece, transport, terms)
         transport.finish()
-        torch.set_rng_state(state)
+        _set_random_states(*states)
         if self._failure is not None:
             self._loss.fill_(math.nan)
         self._context.collectives.all_reduce(self._loss, gear.everyone, phase="loss").wait()
@@ -228,6 +235,34 @@ class Step:
         )
 
     # --- before ---------------------------------------------------------------------------------------------
+
+    def _compare(self, batch: Any, error: Exception | None) -> Exception | None:
+        """Compare the batches along the pipeline, in the first step and when asked to; collective.
+
+        Args:
+            batch: This rank's.
+            error: Why it cannot be used, or None.
+
+        Returns:
+            The error, or the one for different batches.
+        """
+        number = float(_digest(batch)) if error is None else -1.0
+        pair = torch.tensor([number, -number], dtype=torch.float64, device=self._context.mesh.device)
+        self._context.collectives.all_reduce(pair, self._gear.line, phase="setup", op="max").wait()
+        is_same = bool(pair[0] == -pair[1])
+        self._cut.has_compared = is_same and error is None and not os.environ.get(CHECK_VARIABLE)
+        if is_same or error is not None:
+            return error
+        try:
+            self._agreement.raise_noted_failure()
+        except ColossalError as theirs:  # raised once all have heard of it
+            return theirs
+        different = UsageError(
+            f"ranks {self._gear.line.ranks} are stages of one pipeline and bring different batches",
+            hint="let them read the same samples: boost the loader, or use booster.data_rank and data_degree",
+        )
+        self._note(different)
+        return different
 
     @property
     def _num_shares(self) -> int:
@@ -374,6 +409,30 @@ class Step:
             error if isinstance(error, ColossalError) else ColossalError(f"{type(error).__name__}: {error}")
         )
         self._agreement.note_failure(told)
+
+
+def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the states of the generators that stages seed."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _set_random_states(host: torch.Tensor, device: torch.Tensor | None) -> None:
+    """Go on as if no stage had seeded anything: all ranks of a pipeline in one state."""
+    torch.set_rng_state(host)
+    if device is not None:
+        torch.cuda.set_rng_state(device)
+
+
+def _digest(batch: Any) -> int:
+    """Return a number that tells batches apart, exact as a float."""
+    found = hashlib.sha256()
+    for leaf in list_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().cpu().contiguous().view(-1)
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            if flat.numel():
+                found.update((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+    return int.from_bytes(found.digest()[:6], "little")
 
 
 def _zero_through(outputs: Any, loss: torch.Tensor) -> torch.Tensor:
