@@ -133,6 +133,30 @@ def test_encoder_layers_of_torch_leave_their_fast_path() -> None:
     assert torch.allclose(found[1], expected[1])
 
 
+class Unguessable(nn.Module):
+    """Wants an argument that nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, hidden: torch.Tensor, how: str) -> torch.Tensor:
+        """Map ``[..., 4]`` to ``[..., 6]``."""
+        outputs: torch.Tensor = self.inner(hidden) if how.startswith("as") else hidden
+        return outputs
+
+
+def test_forwards_that_cannot_be_run_say_why_and_take_arguments_or_patterns() -> None:
+    """The error quotes what the forward said; a batch, or a pattern, helps."""
+    with pytest.raises(CapabilityError, match=r"no arguments were found with which it runs \(AttributeError"):
+        explain(Unguessable(), 2)
+
+    found = explain(Unguessable(), 2, batch=(torch.ones(2, 4), "as it is"))
+    asked = explain(Unguessable(), 2, plan={"inner": "gathered-column"})
+
+    assert found.rows[0].decision == asked.rows[0].decision == "gathered-column"
+
+
 def call_with_own_batches() -> None:
     """Call the model with another batch on each rank."""
     torch.manual_seed(0)

@@ -59,8 +59,7 @@ def plan_model(
             for name, layer in layers.items()
         )
         return ModelPlan(decisions=stay, attributes=(), shared=())
-    trace = trace_model(model, example)
-    return _Planner(model, degree, layers, roles, trace).plan()
+    return _Planner(model, degree, layers, roles, trace_model(model, example)).plan()
 
 
 @final
@@ -73,14 +72,15 @@ class _Planner:
         degree: int,
         layers: Mapping[str, Layer],
         roles: Mapping[str, Role],
-        trace: Trace | None,
+        trace: Trace | str,
     ) -> None:
-        """Collect what is known."""
+        """Collect what is known; of a forward that did not run that is why."""
         self._model = model
         self._degree = degree
         self._layers = layers
         self._roles = roles
-        self._trace = trace
+        self._trace = trace if isinstance(trace, Trace) else None
+        self._failure = trace if isinstance(trace, str) else ""
         self._found: dict[str, Decision] = {}
         self._attributes: list[Attribute] = []
         self._shared: list[str] = []
@@ -88,7 +88,7 @@ class _Planner:
         self._library = read_library_plan(model, layers)
         self._called_places = {
             self._place(name)
-            for name, use in ({} if trace is None else trace.layers).items()
+            for name, use in ({} if self._trace is None else self._trace.layers).items()
             if use.num_calls and not use.is_read_outside
         }
         self._ties: dict[torch.Tensor, list[str]] = {}
@@ -157,7 +157,7 @@ class _Planner:
         """Return why the way in which a layer is used does not allow a cut, or None."""
         if self._trace is None:
             is_asked = layer.name in self._roles
-            return None if is_asked else "no arguments were found with which the forward runs"
+            return None if is_asked else f"no arguments were found with which it runs ({self._failure})"
         uses = [self._trace.layers[name] for name in self._ties[layer.weight]]
         if any(use.is_read_outside for use in uses):
             return "another module reads its weight"

@@ -17,6 +17,7 @@ gradients add up instead has to be summed in training.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -32,6 +33,8 @@ from colossal_tensor_parallel.members import Member, pick
 from colossal_tensor_parallel.tracing import Recorded, copy_module, make_values, own_parameters
 
 __all__ = ["Bench"]
+
+_logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest difference, relative to the largest element. Modules that compute norms in fp32 differ by 1e-7 when
@@ -129,7 +132,8 @@ class Bench:
         """Return a bench; None when the module does not run by itself, or its outputs tell nothing."""
         try:
             made = cls(container, group, layers, call, dtype)
-        except Exception:  # noqa: BLE001 - the user's code, called out of its place
+        except Exception:
+            _logger.debug("%s does not run by itself", group.container, exc_info=True)
             return None
         return made if made.is_telling else None
 
@@ -169,7 +173,8 @@ class Bench:
                 if not self._fits(run, candidate, rank, degree):
                     return None
                 runs.append(run)
-        except Exception:  # noqa: BLE001 - the user's code meets shapes that it was not written for
+        except Exception:
+            _logger.debug("a guess about %s does not run", self._group.row, exc_info=True)
             return None
         if not self._adds_up(runs, candidate, degree):
             return None
@@ -184,7 +189,8 @@ class Bench:
         try:
             whole = self._watch(None, degree)
             mine = self._watch(candidate, degree)
-        except Exception:  # noqa: BLE001 - the user's code, in a mode in which it was not seen before
+        except Exception:
+            _logger.debug("%s does not run in training", self._group.container, exc_info=True)
             return False
         finally:
             self.container.eval()

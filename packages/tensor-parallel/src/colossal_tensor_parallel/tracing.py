@@ -11,6 +11,7 @@ The user's model is not touched: the copy shares nothing with it, and random gen
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -33,6 +34,8 @@ __all__ = [
     "own_parameters",
     "trace_model",
 ]
+
+_logger = logging.getLogger(__name__)
 
 LARGEST_REAL = 3_000_000
 """Parameters up to which the copy has values: a second of arithmetic at most."""
@@ -144,37 +147,43 @@ def make_values(source: torch.Generator, dtype: torch.dtype) -> Callable[[torch.
     return make
 
 
-def trace_model(model: nn.Module, example: Example | None = None) -> Trace | None:
-    """Run a copy of the model once; None when no inputs could be found that it accepts.
+def trace_model(model: nn.Module, example: Example | None = None) -> Trace | str:
+    """Run a copy of the model once.
 
     Args:
         model: The user's model, which stays as it is.
         example: Arguments of its forward; guessed when None.
+
+    Returns:
+        What was seen, or why nothing was: the error of the first arguments that were tried.
     """
     numel = sum(parameter.numel() for parameter in model.parameters())
     real = [(False, torch.float64), (False, torch.float32)]
     fake = [(True, torch.float64), (True, torch.float32)]
     kinds = real if numel <= LARGEST_REAL else [*fake, *real] if numel <= LARGEST_RETRIED else fake
     examples = list(guess_examples(model)) if example is None else [example]
+    failures: list[str] = []
     with torch.random.fork_rng(devices=[]):
         for is_fake, dtype in kinds:
             for candidate in examples:
                 found = _try(model, candidate, dtype, is_fake=is_fake)
-                if found is not None:
+                if isinstance(found, Trace):
                     return found
-    return None
+                failures.append(found)
+    return failures[0] if failures else "its forward takes no arguments that could be guessed"
 
 
-def _try(model: nn.Module, example: Example, dtype: torch.dtype, *, is_fake: bool) -> Trace | None:
-    """Run a copy on some arguments; None when it fails, for whatever reason the user's code has."""
+def _try(model: nn.Module, example: Example, dtype: torch.dtype, *, is_fake: bool) -> Trace | str:
+    """Run a copy on some arguments; the error when it fails, for whatever reason the user's code has."""
     source = torch.Generator().manual_seed(97)
     try:
         with _tensors(is_fake=is_fake) as wrap:
             make = _make_fakes(dtype) if is_fake else make_values(source, dtype)
             args, kwargs = example.materialise(wrap, dtype)
             return _Watch(copy_module(model, make), dtype, is_fake=is_fake).run(args, kwargs)
-    except Exception:  # noqa: BLE001 - a guess that the user's forward refuses, in its own words
-        return None
+    except Exception as err:
+        _logger.debug("a copy of the model does not run", exc_info=True)
+        return f"{type(err).__name__}: {str(err)[:120]}".replace("\n", " ")
 
 
 def _make_fakes(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
