@@ -27,7 +27,7 @@ TASKS: Mapping[str, str] = {
 
 VOCABULARY = 160
 
-LARGEST = 3_000_000
+LARGEST = 40_000_000
 """Parameters of a model that is still small."""
 
 _SIZES: Mapping[str, int] = {
@@ -143,6 +143,8 @@ def _shrink(config: Any) -> None:
             _shrink(value)
     if getattr(config, "kv_lora_rank", None) and hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = config.num_attention_heads  # heads of their own come out of one latent
+        if hasattr(config, "head_dim") and hasattr(config, "qk_rope_head_dim"):
+            config.head_dim = config.qk_rope_head_dim
 
 
 def _two_of(kinds: list[str]) -> list[str]:

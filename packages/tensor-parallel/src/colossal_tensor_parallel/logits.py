@@ -253,6 +253,7 @@ _HANDLERS: Mapping[Any, Handler] = {
         [_getter("requires_grad"), _getter("grad_fn"), _getter("is_leaf")],
         _of_piece,
     ),
+    torch.Tensor.register_hook: _of_piece,
     torch.Tensor.view: _shaped,
     torch.Tensor.reshape: _shaped,
     torch.reshape: _shaped,
