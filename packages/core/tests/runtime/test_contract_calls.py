@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from colossal_core import Booster, CapabilityError, Replicated, UsageError
-from colossal_testkit import run_ranks
+from colossal_testkit import run_ranks, run_ranks_expecting_errors
 
 from .twins import batch_of, make_twins
 
@@ -307,3 +307,22 @@ def use_elsewhere() -> None:
 def test_elsewhere_torchs_scaler_and_clipping_are_refused_with_the_line_that_replaces_them() -> None:
     """On every rank, before anything waits."""
     run_ranks(use_elsewhere, 2, timeout_seconds=15)
+
+
+# --- what comes later ---------------------------------------------------------------------------------------
+
+
+def cut_along_another_dim() -> None:
+    """Say along which dim an input is to be cut."""
+    model = nn.Linear(4, 3)
+    booster = Booster()
+    model, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = (torch.ones(2, 4), torch.ones(2, 3))
+    booster.forward_backward(model, batch, nn.functional.mse_loss, batch_dims={"mask": None})
+
+
+def test_batch_dims_is_refused_on_all_ranks_until_a_piece_reads_it() -> None:
+    """With what it would say, and what to do meanwhile."""
+    errors = run_ranks_expecting_errors(cut_along_another_dim, 2, error=CapabilityError)
+
+    assert "batch_dims={'mask': None}" in str(errors[0])

@@ -22,9 +22,18 @@ from attrs import frozen
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from colossal_core.errors import UsageError
+from colossal_core.errors import CapabilityError, UsageError
 
-__all__ = ["Call", "Weight", "check_scalar", "loss_of", "loss_weight", "read_number", "split_batch"]
+__all__ = [
+    "Call",
+    "Weight",
+    "check_scalar",
+    "loss_of",
+    "loss_weight",
+    "read_number",
+    "refuse_batch_dims",
+    "split_batch",
+]
 
 Criterion = Callable[..., torch.Tensor]
 Weight = float | Callable[[Any], float] | None
@@ -220,3 +229,16 @@ def _batch_size(call: Call) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
     raise UsageError("the batch holds no tensor with a batch dim", hint="pass weight= to forward_backward")
+
+
+def refuse_batch_dims(batch_dims: Mapping[str, int | None] | None) -> None:
+    """Refuse what says how a batch is to be cut, where nothing reads it.
+
+    Raises:
+        CapabilityError: It is given.
+    """
+    if batch_dims is not None:
+        raise CapabilityError(
+            f"batch_dims={dict(batch_dims)!r}: no piece cuts inputs along another dim than their first yet",
+            hint="give inputs whose dim 0 is the sample, and drop batch_dims",
+        )

@@ -28,7 +28,7 @@ from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.accumulation import WEIGHING
 from colossal_core.runtime.agreement import Agreement
-from colossal_core.runtime.batches import Weight, check_scalar, read_number
+from colossal_core.runtime.batches import Weight, check_scalar, read_number, refuse_batch_dims
 from colossal_core.runtime.boosting import build_engine
 from colossal_core.runtime.companions import boost_companions
 from colossal_core.runtime.gathering import gather
@@ -176,6 +176,7 @@ class Booster(StateCalls):
         criterion: Callable[..., torch.Tensor] | None = None,
         *,
         weight: Weight = None,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> torch.Tensor:
         """Run forward and backward on this rank's share of a batch.
 
@@ -190,6 +191,7 @@ class Booster(StateCalls):
                 second argument.
             criterion: ``criterion(outputs, target) -> loss``; None when the outputs carry a ``loss``.
             weight: Weight of this share: a number, or a function of the batch.
+            batch_dims: Which dim of an input holds the samples; no piece reads it yet, so it is refused.
 
         Returns:
             The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.
@@ -200,6 +202,7 @@ class Booster(StateCalls):
         """
         engine = self._built("forward_backward")
         self._check_model(model)
+        refuse_batch_dims(batch_dims)
         with engine.reporting():
             if engine.shares.current is None:
                 engine.begin_iteration()
