@@ -27,7 +27,7 @@ TASKS: Mapping[str, str] = {
 
 VOCABULARY = 160
 
-LARGEST = 40_000_000
+LARGEST = 3_000_000
 """Parameters of a model that is still small."""
 
 _SIZES: Mapping[str, int] = {
