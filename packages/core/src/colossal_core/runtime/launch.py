@@ -12,6 +12,7 @@ unchanged. ``Booster`` asks :func:`current_world` and works there without ``laun
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import sys
@@ -195,6 +196,7 @@ def leave(*, has_failed: bool | None = None) -> None:
     # just go.
     if not (failed and _launched.backend == "nccl"):
         dist.destroy_process_group()
+        gc.collect()  # groups in cycles end now: gloo's threads must not outlive the interpreter
 
 
 def _check_arguments(seed: object, timeout_seconds: object) -> None:
