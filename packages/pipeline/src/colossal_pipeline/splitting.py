@@ -92,6 +92,7 @@ class SplitBackward:
             for edge, gradient in zip(self.roots, self.gradients, strict=True)
             if edge.node not in reach.inputs
         ]
+        self.roots, self.gradients = (), ()
         if not path:
             return
         at_once = self._find_seams(reach)
@@ -124,7 +125,7 @@ class SplitBackward:
             torch.autograd.backward(
                 [edge for edge, _ in self._late], [gradient for _, gradient in self._late]
             )
-        self._seams, self._late, self.roots, self.gradients = [], [], (), ()
+        self._seams, self._late = [], []
 
     def _find_seams(self, reach: _Reach) -> list[torch.Tensor]:
         """Find the nodes that run again, and return the leaves that do not wait for that."""

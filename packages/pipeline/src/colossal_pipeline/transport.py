@@ -8,6 +8,11 @@ tag, and no rank waits for a message that nobody has sent.
 Ranks send to higher ranks on one channel and to lower ranks on another. So between any two ranks each channel
 carries messages one way only, and a backend that works off the messages of a pair one after another cannot
 come to a standstill.
+
+# Note [Messages that have arrived]
+Not every backend tells whether a message has left. But a rank takes its actions in order, and what it sends
+comes after all that it needed before: a message from it proves that those which earlier actions needed have
+arrived, and their tensors can go.
 """
 
 from __future__ import annotations
@@ -102,7 +107,9 @@ class Transport:
     _awaited: Mapping[int, deque[Letter]] = field(init=False)
     _posted: dict[Letter, list[tuple[torch.Tensor, Pending]]] = field(factory=dict, init=False)
     _local: dict[Letter, list[torch.Tensor]] = field(factory=dict, init=False)
-    _sent: deque[tuple[torch.Tensor, Pending]] = field(factory=deque, init=False)
+    _sent: dict[int, list[tuple[int, torch.Tensor, Pending]]] = field(factory=dict, init=False)
+    _needed: dict[Letter, int] = field(factory=dict, init=False)
+    _made: dict[Letter, int] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Write down in which order each other rank sends to this one."""
@@ -112,6 +119,11 @@ class Transport:
             for rank, row in enumerate(self.actions)
             if rank != self._rank
         }
+        for row in self.actions:
+            for index, action in enumerate(row):
+                routes = self.forms[action.microbatch].routes
+                self._needed.update(dict.fromkeys(letters_for(action, routes), index))
+                self._made.update(dict.fromkeys(letters_of(action, routes), index))
 
     def post(self, action: Action) -> None:
         """Get ready to receive what an action will need."""
@@ -126,6 +138,7 @@ class Transport:
         parts = self._posted.pop(letter)
         for _, pending in parts:
             pending.wait()
+        self._let_go(self.placement[letter.sender], self._made[letter])
         return [tensor for tensor, _ in parts]
 
     def send(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> None:
@@ -134,13 +147,11 @@ class Transport:
         if rank == self._rank:
             self._local[letter] = list(tensors)
             return
-        while self._sent and self._sent[0][1].is_done():
-            self._sent.popleft()[1].wait()
         group = self.context.mesh.group(GroupSpec((AXIS,)), channel_of(self._rank, rank))
         for tensor in tensors:
             if tensor.numel():
                 pending = self.context.collectives.send(tensor, group, destination=rank, phase=_phase(letter))
-                self._sent.append((tensor, pending))
+                self._sent.setdefault(rank, []).append((self._needed[letter], tensor, pending))
 
     def blank(self, letter: Letter) -> list[torch.Tensor]:
         """Return tensors of a letter's form, to send in place of what cannot be computed."""
@@ -149,8 +160,18 @@ class Transport:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        while self._sent:
-            self._sent.popleft()[1].wait()
+        for rank in list(self._sent):
+            self._let_go(rank, len(self.actions[rank]))
+
+    def _let_go(self, rank: int, index: int) -> None:
+        """Let go of what a rank needed up to one of its actions; see Note [Messages that have arrived]."""
+        waiting = []
+        for needed, tensor, pending in self._sent.get(rank, ()):
+            if needed <= index:
+                pending.wait()
+            else:
+                waiting.append((needed, tensor, pending))
+        self._sent[rank] = waiting
 
     def _letters(self, action: Action) -> Iterator[Letter]:
         """Yield what an action of any rank gives to other stages."""
