@@ -1,0 +1,75 @@
+"""What one training step uses, moment by moment. No torch here.
+
+The one idea: everything that Gemini decides (what to evict, what to fetch ahead, where optimizer state lives,
+whether a model fits) is decided from one small value: for each moment of a step, which chunks it needs and how
+many bytes everything else takes meanwhile. A trace comes from a run on fake tensors before training, or from
+the first real step; nothing that reads it can tell which.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+import attrs
+
+__all__ = ["Chunk", "Moment", "Trace"]
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Chunk:
+    """A flat buffer: some parameters of one module unit that come and go together.
+
+    Attributes:
+        index: Position among the chunks of a run; equal on every rank.
+        name: Of the unit it belongs to, and which part of it, for people: ``"transformer.h.3"``.
+        numel: Elements, padding included, of the whole chunk; a rank keeps ``numel / ranks`` of them.
+        used: Elements that belong to parameters.
+        value_bytes: Bytes of one element of the values that models compute with.
+        is_trainable: Whether it has gradients and optimizer state.
+        is_pinned: Whether it stays on the compute device for as long as a model runs.
+    """
+
+    index: int
+    name: str
+    numel: int
+    used: int
+    value_bytes: int
+    is_trainable: bool = True
+    is_pinned: bool = False
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Moment:
+    """From one need to the next.
+
+    Attributes:
+        name: What runs: the path of a module, ``"update"``.
+        phase: Pass of the step that it belongs to.
+        needs: Chunks whose values have to be on the compute device.
+        gradients: Chunks of which unreduced gradients are there at the end of the moment.
+        other: Most bytes of everything that is no chunk until the next moment: activations, work space, batch.
+    """
+
+    name: str
+    phase: Literal["forward", "backward", "update"]
+    needs: tuple[int, ...]
+    gradients: tuple[int, ...] = ()
+    other: int = 0
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Trace:
+    """One training step.
+
+    Attributes:
+        key: What the trace holds for: shapes and dtypes of the batch, whether gradients are computed.
+        chunks: All chunks, by index.
+        moments: In the order in which they come; the update last.
+    """
+
+    key: str
+    chunks: tuple[Chunk, ...]
+    moments: tuple[Moment, ...]
