@@ -14,12 +14,12 @@ from torch import nn
 
 from colossal_core import Booster, CapabilityError, RankMismatchError, UsageError
 from colossal_core.runtime import standstill
+from colossal_core.runtime.residency import Residency
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
 from colossal_testkit.engine import engine_of
 from colossal_testkit.stories import assert_close, batch_of
 from colossal_zero import Zero
 from colossal_zero.parameters import DividedManager
-from colossal_zero.residency import Residency
 
 from .models import Stage, build, loss_of, sgd
 

@@ -1,223 +1,38 @@
-"""The memory manager ``zero3``: parameters are divided, too, and gathered unit by unit while they are needed.
-
-The one idea: gradients and the update are those of ``zero2``, with one buffer for each module unit; what is
-added is when values are there (see :mod:`colossal_zero.residency`). Frozen parameters lie in buffers of their
-own, which no optimizer updates.
-"""
+"""The memory manager ``zero3``: parameters are divided, too, and gathered by units while they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
 
-import attrs
-
-from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
-from colossal_core.runtime.copies import refuse_copies
-from colossal_core.runtime.mesh import PARAMETERS
-from colossal_core.runtime.segments import OwnedRange
-from colossal_core.runtime.table import Place
-from colossal_zero.manager import AbstractZeroManager, refuse_compiled
-from colossal_zero.residency import Residency, Unit
+from colossal_core.runtime.unit_manager import AbstractUnitManager
+from colossal_zero.sizes import estimate_table
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from colossal_core.runtime.context import Context
-    from colossal_core.runtime.flat import FlatBuffer
-    from colossal_core.runtime.flat_manager import Owned
-    from colossal_core.runtime.table import Entry
+    from colossal_core.runtime.precision import Precision
+    from colossal_core.runtime.table import ParameterTable
+    from colossal_zero.options import Zero
 
 __all__ = ["DividedManager"]
 
-UnitKey = tuple[str, str]
-
 
 @final
-class DividedManager(AbstractZeroManager):
+class DividedManager(AbstractUnitManager):
     """Divides values, gradients and optimizer state; holds whole values only of the units that run."""
 
-    # --- set-up ---------------------------------------------------------------------------------------------
+    _uncompiled = ("Zero(stage=3)", "use Zero(stage=2)")
 
-    def attach(
-        self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
-    ) -> None:
-        """Divide the parameters' buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`.
+    def __init__(self, options: Zero) -> None:
+        """Remember the options; see :class:`colossal_zero.Zero`."""
+        self.options = options
 
-        Raises:
-            CapabilityError: A model is compiled.
-        """
-        refuse_compiled(models, "Zero(stage=3)", "use Zero(stage=2)")
-        mesh = context.mesh
-        groups = {spec: mesh.group(spec, PARAMETERS) for spec in self.groups(context.table)}
-        self._residency = Residency(context.collectives, groups)
-        self._units: dict[UnitKey, Unit] = {}
-        self._frozen: list[OwnedRange] = []
-        self._models = dict(models)
-        super().attach(models, optimizers, context)
-        self._take_frozen()
-        self._watch_modules()
-        context.before_rerun.append(self._residency.rerun)
-        self._refusals = [
-            handle
-            for model in models.values()
-            for handle in refuse_copies(model, set(self._residency.parameters), "only shards of parameters")
-        ]
+    @property
+    def _updates_on_host(self) -> bool:
+        """When optimizer state is offloaded."""
+        return self.options.offload is not None
 
-    def _rules(self, keeps_whole: bool) -> BucketRules:  # noqa: FBT001 - as in the class above
-        """Give each unit a buffer of its own."""
-        return attrs.evolve(super()._rules(keeps_whole), by_unit=True)
-
-    def _keep_values(self, buffer: FlatBuffer, start: int) -> torch.Tensor:
-        """Copy this rank's shard out of the buffer."""
-        return buffer.values[start : start + buffer.span_numel].clone()
-
-    def _take(self, owned: Owned) -> None:
-        """Take over trainable parameters, also such that were frozen until now."""
-        thawed = {parameter for group in owned.user.param_groups for parameter in group["params"]}
-        moves = [
-            held
-            for held in self._frozen
-            if any(s.parameter in thawed and s.parameter.requires_grad for s in held.buffer.slots)
-        ]
-        if moves:
-            with self._residency.everything():
-                for held in moves:
-                    self._residency.remove(held)
-                    self._frozen.remove(held)
-                    for slot in held.buffer.slots:
-                        held.buffer.give_back(slot)
-        super()._take(owned)
-        if moves:
-            self._take_frozen()
-            self._residency.close()
-            self._watch_modules()
-
-    def _take_lane(self, owned: Owned, plan: LanePlan) -> None:
-        """Allocate buffers and shards, and release the values of what is divided."""
-        known = len(owned.ranges)
-        super()._take_lane(owned, plan)
-        for held in owned.ranges[known:]:
-            if held.divided.axes:
-                self._residency.add(self._unit_of(held.buffer), held)
-
-    def _take_frozen(self) -> None:
-        """Divide the parameters that no optimizer updates."""
-        taken = {
-            slot.parameter for owned in self._owned for held in owned.ranges for slot in held.buffer.slots
-        }
-        taken |= {slot.parameter for held in self._frozen for slot in held.buffer.slots}
-        members = [
-            (entry, parameter)
-            for entry, parameter in self._context.table.parameters()
-            if parameter not in taken
-            and entry.parts
-            and self._divided(entry).axes
-            and (parameter.is_floating_point() or parameter.is_complex())
-        ]
-        for plan in plan_lanes(members, self._rules(keeps_whole=False)):
-            group = self._context.mesh.group(plan.divided)
-            for buffer in plan.buffers:
-                buffer.take_values()
-                start = group.index * buffer.span_numel
-                values = self._keep_values(buffer, start)
-                nothing = values.new_empty(0)
-                held = OwnedRange(
-                    buffer, start, start + buffer.span_numel, values, values, nothing, plan.divided
-                )
-                self._frozen.append(held)
-                self._residency.add(self._unit_of(buffer), held)
-
-    def _unit_of(self, buffer: FlatBuffer) -> Unit:
-        """Return the unit of a buffer, whose parameters are all of one."""
-        return self._unit(buffer.slots[0].entry)
-
-    def _unit(self, entry: Entry) -> Unit:
-        """Return the unit of a parameter."""
-        key = (entry.model, entry.unit)
-        if key not in self._units:
-            self._units[key] = Unit(entry.unit or entry.model, is_root=not entry.unit)
-        return self._units[key]
-
-    def _watch_modules(self) -> None:
-        """Gather what modules read before they run: their own unit, and what they own of others."""
-        divided = {
-            slot.parameter: self._unit_of(held.buffer)
-            for ranges in (*(owned.ranges for owned in self._owned), self._frozen)
-            for held in ranges
-            if held.divided.axes
-            for slot in held.buffer.slots
-        }
-        for name, model in self._models.items():
-            units = {unit: key for key, unit in self._units.items()}
-            blocks = {key[1]: unit for unit, key in units.items() if key[0] == name}
-            for path, module in model.named_modules():
-                own = next((u for block, u in blocks.items() if _is_inside(path, block)), blocks.get(""))
-                read = [divided[p] for p in module.parameters(recurse=False) if p in divided]
-                needs = [unit for unit in (own, *read) if unit is not None]
-                if needs and next(module.parameters(), None) is not None:
-                    self._residency.watch(module, needs, is_unit=path in blocks and path != "")
-
-    # --- a step ---------------------------------------------------------------------------------------------
-
-    def _take_edits(self, owned: Owned) -> None:
-        """Refuse what was written to released parameters; edits of present ones were taken at release."""
-        self._residency.release_all()
-        self._residency.check_guards()
-        for held in owned.ranges:
-            if not held.divided.axes:
-                held.buffer.take_edits(held.master if held.keeps_master else None, held.start)
-
-    def _publish(self, owned: Owned, live: Callable[[Any], bool]) -> Callable[[int], None]:
-        """Leave it to the next forward to gather."""
-        return lambda _: None
-
-    # --- books ----------------------------------------------------------------------------------------------
-
-    def places(self) -> Iterator[Place]:
-        """Publish values, masters, gradients and states, and the values of frozen parameters."""
-        yield from self._divide_frozen(super().places())
-
-    def kept_places(self) -> Iterator[Place]:
-        """Publish masters, or values, of the shards of this rank."""
-        yield from self._divide_frozen(super().kept_places())
-
-    def _divide_frozen(self, places: Iterator[Place]) -> Iterator[Place]:
-        """Put the shards of frozen parameters in place of what shows NaN."""
-        frozen = {slot.entry.key for held in self._frozen for slot in held.buffer.slots}
-        yield from (place for place in places if place.key not in frozen or place.state != "value")
-        for held in self._frozen:
-            yield from held.places("value", held.values)
-
-    def _value_places(self, held: OwnedRange) -> Iterator[Place]:
-        """Publish the shard of the values of one buffer."""
-        if held.divided.axes:
-            yield from held.places("value", held.values)
-        else:
-            yield from super()._value_places(held)
-
-    @contextmanager
-    def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-        """Gather everything, and keep edits that are the same on all ranks; collective."""
-        with self._residency.everything():
-            yield {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def detach(self) -> None:
-        """Give the models back, whole, in the dtype that they compute in."""
-        with self._residency.everything():
-            for held in self._frozen:
-                for slot in held.buffer.slots:
-                    held.buffer.give_back(slot)
-            super().detach()
-            self._residency.forget()
-        self._residency.close()
-        self._context.before_rerun.remove(self._residency.rerun)
-        for handle in self._refusals:
-            handle.remove()
-
-
-def _is_inside(path: str, block: str) -> bool:
-    """Whether a module is a block or lies in it."""
-    return bool(block) and (path == block or path.startswith(f"{block}."))
+    def estimate(
+        self, table: ParameterTable, precision: Precision, optimizer_states: int = 2
+    ) -> Mapping[str, int]:
+        """Return bytes per rank by category, padding included."""
+        return estimate_table(self.options, table, precision, optimizer_states)

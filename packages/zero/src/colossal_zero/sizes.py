@@ -12,9 +12,9 @@ from colossal_core.errors import UsageError
 from colossal_core.mesh import GroupSpec, MeshLayout
 from colossal_core.mesh.layout import Axis
 from colossal_core.runtime.buckets import BucketRules, plan_lanes
+from colossal_core.runtime.division import REPLICA_AXIS, divided_over
 from colossal_core.runtime.precision import Precision
 from colossal_core.runtime.table import ParameterTable
-from colossal_zero.division import REPLICA_AXIS, divided_over
 
 if TYPE_CHECKING:
     from torch import nn
