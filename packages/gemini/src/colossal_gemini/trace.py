@@ -1,14 +1,15 @@
 """What one training step uses, moment by moment. No torch here.
 
-The one idea: everything that Gemini decides (what to evict, what to fetch ahead, where optimizer state lives,
-whether a model fits) is decided from one small value: for each moment of a step, which chunks it needs and how
-many bytes everything else takes meanwhile. A trace comes from a run on fake tensors before training, or from
-the first real step; nothing that reads it can tell which.
+The one idea: everything that Gemini decides (what to evict, what to fetch ahead, where optimizer state
+lives, whether a model fits) is decided from one small value: for each moment of a step, which chunks it needs
+and how many bytes everything else takes meanwhile. A trace comes from a run on fake tensors before training,
+or from the first real step; nothing that reads it can tell which.
 """
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections.abc import Mapping
+from typing import Any, Literal, final
 
 import attrs
 
@@ -38,6 +39,11 @@ class Chunk:
     is_trainable: bool = True
     is_pinned: bool = False
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of its values when they are gathered; its unreduced gradient takes as many."""
+        return self.numel * self.value_bytes
+
 
 @final
 @attrs.frozen(kw_only=True)
@@ -47,9 +53,10 @@ class Moment:
     Attributes:
         name: What runs: the path of a module, ``"update"``.
         phase: Pass of the step that it belongs to.
-        needs: Chunks whose values have to be on the compute device.
-        gradients: Chunks of which unreduced gradients are there at the end of the moment.
-        other: Most bytes of everything that is no chunk until the next moment: activations, work space, batch.
+        needs: Chunks whose values have to be on the compute device; see also :meth:`Trace.needs_at`.
+        gradients: Chunks whose unreduced gradients take memory in the moment, until it ends at least.
+        other: Most bytes of everything that is no chunk until the next moment: activations, work space,
+            the batch.
     """
 
     name: str
@@ -67,9 +74,30 @@ class Trace:
     Attributes:
         key: What the trace holds for: shapes and dtypes of the batch, whether gradients are computed.
         chunks: All chunks, by index.
-        moments: In the order in which they come; the update last.
+        moments: In the order in which they come; the update last. Without an update it is an evaluation.
     """
 
     key: str
     chunks: tuple[Chunk, ...]
     moments: tuple[Moment, ...]
+
+    def needs_at(self, index: int) -> frozenset[int]:
+        """Return the chunks that have to be there in a moment: pinned ones always while a model runs."""
+        moment = self.moments[index]
+        if moment.phase == "update":
+            return frozenset(moment.needs)
+        return frozenset((*moment.needs, *(chunk.index for chunk in self.chunks if chunk.is_pinned)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what :meth:`from_dict` reads, as JSON can hold it."""
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Trace:
+        """Return a trace that was written with :meth:`to_dict`."""
+        moments = (
+            Moment(**{**row, "needs": tuple(row["needs"]), "gradients": tuple(row["gradients"])})
+            for row in found["moments"]
+        )
+        chunks = tuple(Chunk(**row) for row in found["chunks"])
+        return cls(key=found["key"], chunks=chunks, moments=tuple(moments))
