@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from colossal_core.errors import CapabilityError as CapabilityError
     from colossal_core.errors import CheckpointError as CheckpointError
     from colossal_core.errors import ColossalError as ColossalError
+    from colossal_core.errors import DiskTierError as DiskTierError
     from colossal_core.errors import DuplicateNameError as DuplicateNameError
+    from colossal_core.errors import MemoryBudgetError as MemoryBudgetError
     from colossal_core.errors import NonFiniteError as NonFiniteError
     from colossal_core.errors import PlanError as PlanError
     from colossal_core.errors import PluginError as PluginError
@@ -35,7 +37,9 @@ _HOMES = {
     "CapabilityError": "colossal_core.errors",
     "CheckpointError": "colossal_core.errors",
     "ColossalError": "colossal_core.errors",
+    "DiskTierError": "colossal_core.errors",
     "DuplicateNameError": "colossal_core.errors",
+    "MemoryBudgetError": "colossal_core.errors",
     "NonFiniteError": "colossal_core.errors",
     "Plan": "colossal_core.plan",
     "PlanError": "colossal_core.errors",
@@ -57,7 +61,9 @@ __all__ = [
     "CapabilityError",
     "CheckpointError",
     "ColossalError",
+    "DiskTierError",
     "DuplicateNameError",
+    "MemoryBudgetError",
     "NonFiniteError",
     "Plan",
     "PlanError",

@@ -11,7 +11,10 @@
     |   `-- DuplicateNameError  C013           two providers of one name
     |-- CapabilityError         C020  exit 1   this device, build or version cannot do it
     |-- RankMismatchError       C030  exit 1   ranks disagree about what they run
-    `-- CheckpointError         C040  exit 1   a checkpoint is missing, damaged or foreign
+    |-- CheckpointError         C040  exit 1   a checkpoint is missing, damaged or foreign
+    |-- NonFiniteError          C050  exit 1   a gradient is infinite or NaN
+    |-- MemoryBudgetError       C060  exit 1   a budget of memory, or the memory of the system, is used up
+    `-- DiskTierError           C061  exit 1   training state cannot be kept in a file, or not be read back
 
 A message states the facts with their numbers and what was expected; the *hint* is the next step. The *code*
 is stable: scripts may compare it and documentation is filed under it. A class has a default code, and a
@@ -27,7 +30,9 @@ __all__ = [
     "CapabilityError",
     "CheckpointError",
     "ColossalError",
+    "DiskTierError",
     "DuplicateNameError",
+    "MemoryBudgetError",
     "NonFiniteError",
     "PlanError",
     "PluginError",
@@ -135,6 +140,18 @@ class CheckpointError(ColossalError):
     """A checkpoint is missing, incomplete, damaged or does not belong to this model."""
 
     default_code = "C040"
+
+
+class MemoryBudgetError(ColossalError):
+    """A budget of memory, or what the system gives, is used up. Says by what, and what was asked for."""
+
+    default_code = "C060"
+
+
+class DiskTierError(ColossalError):
+    """A file that holds training state meanwhile cannot be written, or not be read back as it was written."""
+
+    default_code = "C061"
 
 
 def join_errors(errors: Sequence[ColossalError], subject: str) -> ColossalError:
