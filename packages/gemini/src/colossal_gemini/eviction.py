@@ -270,6 +270,20 @@ def least_budget(trace: Trace, room: Room) -> int:
     return find_peak(trace, room).total
 
 
+def describe_load(load: Load, trace: Trace) -> str:
+    """Return what a moment takes, in words, for errors and reports."""
+    moment = trace.moments[load.moment]
+    parts = {
+        "values": load.values,
+        "gradients": load.gradients,
+        "what lives there": load.fixed,
+        "staging": load.staging,
+        "activations and work space": load.other,
+    }
+    shown = ", ".join(f"{name} {show_bytes(part)}" for name, part in parts.items() if part)
+    return f"{moment.phase} of {moment.name!r} takes {load.total} bytes on the device ({shown})"
+
+
 def simulate(trace: Trace, room: Room, *, prefetch: bool = True, start: Iterable[int] | None = None) -> Plan:
     """Return what a step does, moment by moment.
 
@@ -359,12 +373,8 @@ class _Walk:
         """
         load, budget = self._loads[index], self._plan_room.budget
         if load.total > budget:
-            name = self._trace.moments[index].name
             raise CapabilityError(
-                f"{self._trace.moments[index].phase} of {name!r} takes {load.total} bytes on the device, "
-                f"{load.total - budget} more than its budget of {budget}: values {show_bytes(load.values)}, "
-                f"gradients {show_bytes(load.gradients)}, what lives there {show_bytes(load.fixed)}, staging "
-                f"{show_bytes(load.staging)}, activations and work space {show_bytes(load.other)}",
+                f"{describe_load(load, self._trace)}, {load.total - budget} more than its budget of {budget}",
                 hint=f"let device_budget be at least {least_budget(self._trace, self._plan_room)}, or let "
                 "what is no chunk take less: a smaller batch, Recompute()",
             )

@@ -1,0 +1,389 @@
+"""Where values, gradients and optimizer state live. No torch here.
+
+The one idea: memory is spent where a byte saves most seconds. Every chunk has a few arrangements, each with a
+price and a size (:mod:`colossal_gemini.costs`); from the farthest one it is moved nearer in the steps that
+save most for each byte, over all chunks in the order of what that is, for as long as there is room.
+
+# Note [How good this is]
+A chunk's arrangements are thinned out to those on the lower hull of price over size, so its steps save less
+and less for each byte, and taking the steps of all chunks in the order of savings for each byte is optimal
+but for the last one that does not fit. So the seconds are at most those of the best placement and what one
+step saves; smaller steps that still fit are then taken, too. First the device is filled, as if all the rest
+lived in host memory, then host memory, as if all the rest lived in files.
+
+# Note [Room for copies]
+Memory of the device is not only worth something as a home: a gathered copy that stays from forward to
+backward saves a gather. It is an arrangement like others, and when it is chosen, memory is left for it, which
+:mod:`colossal_gemini.eviction` then uses for whatever is best in each moment.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, final
+
+import attrs
+
+from colossal_core.errors import CapabilityError
+from colossal_gemini.budgets import show_bytes
+from colossal_gemini.costs import (
+    TIERS,
+    Arrangement,
+    Budgets,
+    Prices,
+    Rates,
+    States,
+    Tier,
+    count_visits,
+    states_of,
+)
+from colossal_gemini.eviction import Room, describe_load, find_peak, loads
+from colossal_gemini.search import NUM_BUFFERS
+
+if TYPE_CHECKING:
+    from colossal_gemini.trace import Trace
+
+__all__ = ["Placement", "place"]
+
+CATEGORIES = ("values", "gradients", "masters", "moments")
+"""What :meth:`Placement.bytes_in` tells apart."""
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Placement:
+    """Where everything lives that outlasts its use.
+
+    Attributes:
+        chunks: For each chunk of the trace.
+        states: Bytes of each chunk on this rank.
+        room: What is left on the device for gathered values, as :func:`~colossal_gemini.eviction.simulate`
+            takes it.
+        host_staging: Bytes of host memory that files are read into and written from.
+        seconds: Estimate of a step's traffic and update, if nothing overlapped.
+        ranks: Among how many ranks chunks are divided.
+    """
+
+    chunks: tuple[Arrangement, ...]
+    states: tuple[States, ...]
+    room: Room
+    host_staging: int
+    seconds: float
+    ranks: int
+
+    def bytes_in(self, tier: Tier) -> dict[str, int]:
+        """Return what lives in a tier, by category."""
+        found = dict.fromkeys(CATEGORIES, 0)
+        for where, states in zip(self.chunks, self.states, strict=True):
+            found["values"] += states.value * (where.value == tier)
+            found["gradients"] += states.gradient * (where.gradient == tier)
+            found["masters"] += states.master * (where.state == tier)
+            found["moments"] += states.moments * (where.state == tier)
+        return found
+
+
+def place(
+    trace: Trace,
+    budgets: Budgets,
+    *,
+    ranks: int = 1,
+    optimizer_states: int = 2,
+    rates: Rates | None = None,
+    policy: Literal["auto", "static"] = "auto",
+    staging: int | None = None,
+) -> Placement:
+    """Return where the states of each chunk live, and where it is updated.
+
+    Args:
+        trace: One step.
+        budgets: Bytes of each tier.
+        ranks: Among how many ranks chunks are divided.
+        optimizer_states: Moments that the optimizer keeps for each element.
+        rates: Of links and updates.
+        policy: ``"static"`` leaves everything in the farthest tier that there is.
+        staging: Bytes of the device's buffers for transfers; by default what two shards take.
+
+    Raises:
+        CapabilityError: It does not fit; with the shortfall, the moment, and settings with which it would.
+    """
+    states = tuple(states_of(c, ranks=ranks, optimizer_states=optimizer_states) for c in trace.chunks)
+    if staging is None:
+        staging = 2 * max((one.value for one in states), default=0) if ranks > 1 else 0
+    rates = Rates() if rates is None else rates
+    has_host = budgets.host != 0
+    attempts = [_Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=False))]
+    if has_host or budgets.disk != 0:
+        attempts.append(
+            _Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=True))
+        )
+    found, errors = list[Placement](), list[CapabilityError]()
+    for attempt in attempts:
+        try:
+            found.append(attempt.run(is_static=policy == "static"))
+        except CapabilityError as err:
+            errors.append(err)
+    if not found:
+        raise errors[0 if has_host else -1]
+    return min(found, key=lambda placement: placement.seconds)
+
+
+@attrs.frozen
+class _Step:
+    """Part of the way of a chunk from a far arrangement to a near one.
+
+    Attributes:
+        chunk: Which one.
+        where: The arrangement that it leads to.
+        saved: Seconds that it saves.
+        size: Bytes that it takes.
+    """
+
+    chunk: int
+    where: Arrangement
+    saved: float
+    size: int
+
+    def sort_key(self) -> tuple[float, int]:
+        """Return the order of steps: most saved for each byte first, of what is alike the small ones."""
+        return (-float(f"{self.saved / self.size:.6g}"), self.size)
+
+
+@final
+class _Placer:
+    """Places the chunks of one trace, where the device does or does not update what lives elsewhere."""
+
+    def __init__(
+        self, trace: Trace, budgets: Budgets, states: tuple[States, ...], staging: int, prices: Prices
+    ) -> None:
+        """Work out what there is to choose from."""
+        self._trace, self._budgets, self._states, self._prices = trace, budgets, states, prices
+        self._visits = count_visits(trace)
+        self._needs = [trace.needs_at(index) for index in range(len(trace.moments))]
+        self._buffers = NUM_BUFFERS * max((one.total for one in states), default=0)
+        self._room = Room(
+            budget=budgets.device, staging=staging, update=self._buffers if prices.streams else 0
+        )
+        has_disk = budgets.disk != 0 and (prices.has_host or prices.streams)
+        is_there: dict[Tier, bool] = {"host": prices.has_host, "disk": has_disk}
+        self._lower = [tier for tier, found in is_there.items() if found] or [TIERS[0]]
+
+    def run(self, *, is_static: bool) -> Placement:
+        """Return the placement.
+
+        Raises:
+            CapabilityError: It does not fit.
+        """
+        first = self._lower[-1] if is_static else self._lower[0]
+        chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
+        self._check_device(chosen)
+        if not is_static:
+            self._fill_device(chosen)
+        if self._lower == ["host", "disk"] and (is_static or self._host_excess(chosen) > 0):
+            chosen = [self._sink(chunk, where) for chunk, where in enumerate(chosen)]
+            if not is_static:
+                self._fill_host(chosen)
+        self._check_lower(chosen)
+        seconds = sum(self._seconds(chunk, where) for chunk, where in enumerate(chosen))
+        return Placement(
+            chunks=tuple(chosen),
+            states=self._states,
+            room=self._room_with(chosen),
+            host_staging=self._host_staging(chosen),
+            seconds=seconds,
+            ranks=self._prices.ranks,
+        )
+
+    # --- arrangements ---------------------------------------------------------------------------------------
+
+    def _seconds(self, chunk: int, where: Arrangement) -> float:
+        """Return the price of an arrangement."""
+        return self._prices.seconds(
+            self._trace.chunks[chunk], self._states[chunk], where, self._visits[chunk]
+        )
+
+    def _cheapest(
+        self, chunk: int, value: Tier, gradient: Tier, state: Tier, *, keeps_copy: bool = False
+    ) -> Arrangement:
+        """Return an arrangement whose update runs where it costs least."""
+        places = [
+            Arrangement(value=value, gradient=gradient, state=state, update=update, keeps_copy=keeps_copy)
+            for update in self._prices.updates(state)
+        ]
+        return min(places, key=lambda where: self._seconds(chunk, where))
+
+    def _device_options(self, chunk: int, first: Arrangement) -> Iterable[Arrangement]:
+        """Yield arrangements with more on the device than the first one."""
+        has_copy = self._prices.ranks > 1
+        for value in dict.fromkeys((first.value, TIERS[0])):
+            for state in dict.fromkeys((first.state, TIERS[0])):
+                gradient = TIERS[0] if state == TIERS[0] else first.gradient
+                for keeps_copy in (False, True) if has_copy else (False,):
+                    yield self._cheapest(chunk, value, gradient, state, keeps_copy=keeps_copy)
+
+    def _host_options(self, chunk: int, first: Arrangement) -> Iterable[Arrangement]:
+        """Yield arrangements with more in host memory than the first one."""
+        nearer: dict[Tier, tuple[Tier, ...]] = {"disk": ("disk", "host")}
+        for value in nearer.get(first.value, (first.value,)):
+            for gradient in nearer.get(first.gradient, (first.gradient,)):
+                for state in nearer.get(first.state, (first.state,)):
+                    yield self._cheapest(chunk, value, gradient, state, keeps_copy=first.keeps_copy)
+
+    def _steps(
+        self,
+        chosen: Sequence[Arrangement],
+        options: Callable[[int, Arrangement], Iterable[Arrangement]],
+        size_of: Callable[[int, Arrangement], int],
+    ) -> list[_Step]:
+        """Return the steps of all chunks, those that save most for each byte first."""
+        ways: list[list[_Step]] = []
+        for chunk, first in enumerate(chosen):
+            places = [
+                (where, size_of(chunk, where), self._seconds(chunk, where)) for where in options(chunk, first)
+            ]
+            size, seconds = size_of(chunk, first), self._seconds(chunk, first)
+            ways.append([])
+            while True:
+                better = [
+                    _Step(chunk, where, seconds - price, taken - size)
+                    for where, taken, price in places
+                    if taken > size and price < seconds
+                ]
+                if not better:
+                    break
+                ways[-1].append(min(better, key=_Step.sort_key))
+                size, seconds = size + ways[-1][-1].size, seconds - ways[-1][-1].saved
+        return list(heapq.merge(*ways, key=_Step.sort_key))
+
+    # --- the device -----------------------------------------------------------------------------------------
+
+    def _fixed_bytes(self, chunk: int, where: Arrangement) -> int:
+        """Return what lives on the device all the time, without values that are never divided."""
+        states = self._states[chunk]
+        fixed = states.gradient * (where.gradient == "device")
+        fixed += (states.master + states.moments) * (where.state == "device")
+        return fixed + states.value * (where.value == "device" and self._prices.ranks > 1)
+
+    def _device_bytes(self, chunk: int, where: Arrangement) -> int:
+        """Return what an arrangement takes on the device in a moment that does not use the chunk."""
+        is_whole = where.keeps_copy or (where.value == "device" and self._prices.ranks == 1)
+        return self._fixed_bytes(chunk, where) + self._trace.chunks[chunk].whole_bytes * is_whole
+
+    def _load_of(self, chunk: int, where: Arrangement) -> list[int]:
+        """Return what an arrangement adds in each moment to what the step needs anyway."""
+        fixed, whole = self._fixed_bytes(chunk, where), self._trace.chunks[chunk].whole_bytes
+        is_alone = self._prices.ranks == 1
+        added = []
+        for needs, moment in zip(self._needs, self._trace.moments, strict=True):
+            is_home = is_alone and where.value == "device"
+            stays = is_home or (where.keeps_copy and moment.phase != "update")
+            reuses = is_alone and where.gradient == "device" and chunk in moment.gradients
+            added.append(fixed + whole * (stays and chunk not in needs) - whole * reuses)
+        return added
+
+    def _fill_device(self, chosen: list[Arrangement]) -> None:
+        """Move to the device what saves most there."""
+        budget = self._budgets.device
+        total = [load.total for load in loads(self._trace, self._room)]
+        full = set[int]()
+        for step in self._steps(chosen, self._device_options, self._device_bytes):
+            if step.chunk in full:
+                continue
+            old, new = (self._load_of(step.chunk, where) for where in (chosen[step.chunk], step.where))
+            wanted = [a + b - c for a, b, c in zip(total, new, old, strict=True)]
+            if max(wanted) > budget:
+                full.add(step.chunk)
+                continue
+            total, chosen[step.chunk] = wanted, step.where
+
+    def _room_with(self, chosen: Sequence[Arrangement]) -> Room:
+        """Return the room that is left for gathered values."""
+        is_alone = self._prices.ranks == 1
+        return attrs.evolve(
+            self._room,
+            fixed=sum(self._fixed_bytes(chunk, where) for chunk, where in enumerate(chosen)),
+            update=self._buffers if any(w.update == "device" != w.state for w in chosen) else 0,
+            homes=frozenset(c for c, where in enumerate(chosen) if is_alone and where.value == "device"),
+            gradient_homes=frozenset(
+                c for c, where in enumerate(chosen) if is_alone and where.gradient == "device"
+            ),
+        )
+
+    def _check_device(self, chosen: Sequence[Arrangement]) -> None:
+        """Refuse what does not even fit with everything elsewhere."""
+        room = self._room_with(chosen)
+        peak = find_peak(self._trace, room)
+        if peak.total > room.budget:
+            what = describe_load(peak, self._trace)
+            raise CapabilityError(
+                f"{what}, {peak.total - room.budget} more than its budget of {room.budget}, with everything "
+                "elsewhere that can be",
+                hint=f"let device_budget be at least {peak.total}, or let what is no chunk take less: a "
+                "smaller batch, Recompute()",
+            )
+
+    # --- below it -------------------------------------------------------------------------------------------
+
+    def _bytes_in(self, tier: Tier, chosen: Sequence[Arrangement]) -> int:
+        """Return what lives in a tier."""
+        return sum(
+            self._bytes_of(tier, where, states) for where, states in zip(chosen, self._states, strict=True)
+        )
+
+    @staticmethod
+    def _bytes_of(tier: Tier, where: Arrangement, states: States) -> int:
+        """Return what of one chunk lives in a tier."""
+        kept = (states.master + states.moments) * (where.state == tier)
+        return kept + states.value * (where.value == tier) + states.gradient * (where.gradient == tier)
+
+    def _host_staging(self, chosen: Sequence[Arrangement]) -> int:
+        """Return the host memory that files are read into and written from."""
+        uses_files = any("disk" in {where.value, where.gradient, where.state} for where in chosen)
+        return self._buffers if uses_files and self._prices.has_host else 0
+
+    def _host_excess(self, chosen: Sequence[Arrangement]) -> int:
+        """Return by how much host memory is exceeded; not positive where it is not."""
+        limit = self._budgets.host
+        return 0 if limit is None else self._bytes_in("host", chosen) + self._host_staging(chosen) - limit
+
+    def _sink(self, chunk: int, where: Arrangement) -> Arrangement:
+        """Return an arrangement with files in place of host memory."""
+        value, gradient, state = (
+            "disk" if tier == "host" else tier for tier in (where.value, where.gradient, where.state)
+        )
+        return self._cheapest(chunk, value, gradient, state, keeps_copy=where.keeps_copy)
+
+    def _fill_host(self, chosen: list[Arrangement]) -> None:
+        """Move from files to host memory what saves most there."""
+
+        def host_bytes(chunk: int, where: Arrangement) -> int:
+            return self._bytes_of("host", where, self._states[chunk])
+
+        free, full = -self._host_excess(chosen), set[int]()
+        for step in self._steps(chosen, self._host_options, host_bytes):
+            if step.size > free or step.chunk in full:
+                full.add(step.chunk)
+                continue
+            free -= step.size
+            chosen[step.chunk] = step.where
+
+    def _check_lower(self, chosen: Sequence[Arrangement]) -> None:
+        """Refuse what exceeds host memory or files."""
+        excess = self._host_excess(chosen)
+        if excess > 0:
+            staged = self._host_staging(chosen)
+            raise CapabilityError(
+                f"host memory takes {excess} bytes more than its budget of {self._budgets.host}: what lives "
+                f"there {show_bytes(self._bytes_in('host', chosen))}, staging of files {show_bytes(staged)}; "
+                f"the device holds {show_bytes(self._bytes_in('device', chosen))}",
+                hint=f"let host_budget be at least {(self._budgets.host or 0) + excess}, "
+                f"device_budget about {self._budgets.device + excess}"
+                + ("" if staged else ", or disk= a folder with that much space"),
+            )
+        wanted, limit = self._bytes_in("disk", chosen), self._budgets.disk
+        if limit is not None and wanted > limit:
+            raise CapabilityError(
+                f"files take {wanted} bytes, {wanted - limit} more than there is space for",
+                hint=f"let disk= be a folder with {show_bytes(wanted)} of space, or host_budget "
+                f"{wanted - limit} bytes larger",
+            )
