@@ -55,20 +55,23 @@ class Average:
         self._publish = publish
         self._places = [place for place in places if place.tensor.is_floating_point()]
         self._sources = [place.tensor for place in self._places]
-        self._averages = [
-            source.detach().to(torch.promote_types(source.dtype, torch.float32), copy=True)
-            for source in self._sources
-        ]
+        self._averages = [_wide_copy(place) for place in self._places]
+        self._are_here = all(place.home is None for place in self._places)
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the current values; the Booster calls it after each real step."""
+        self.num_updates += 1
+        if not self._are_here:
+            for place, average in zip(self._places, self._averages, strict=True):
+                with place.present():
+                    average.lerp_(place.tensor.to(average.dtype), 1 - self.decay)
+            return
         sources = [
             source if source.dtype == average.dtype else source.to(average.dtype)
             for source, average in zip(self._sources, self._averages, strict=True)
         ]
         torch._foreach_lerp_(self._averages, sources, 1 - self.decay)
-        self.num_updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -79,7 +82,7 @@ class Average:
         Raises:
             UsageError: A parameter was changed meanwhile, as an optimizer step does; the changes are lost.
         """
-        kept = [source.detach().clone() for source in self._sources]
+        kept = [_copy(place) for place in self._places]
         self._exchange(self._averages)
         versions = [source._version for source in self._sources]
         self.is_shown = True
@@ -102,11 +105,27 @@ class Average:
     @torch.no_grad()
     def _exchange(self, values: list[torch.Tensor]) -> None:
         """Put values where those of the parameters are kept, and let the model compute with them."""
-        if values:
+        if values and self._are_here:
             torch._foreach_copy_(self._sources, values)
+        for place, value in () if self._are_here else zip(self._places, values, strict=True):
+            with place.present():
+                place.tensor.copy_(value)
         self._publish()
 
     def places(self) -> Iterator[Place]:
         """Publish where the averages live on this rank: beside the values, and divided like them."""
         for source, average in zip(self._places, self._averages, strict=True):
-            yield evolve(source, state="average", tensor=average)
+            yield evolve(source, state="average", tensor=average, home=None)
+
+
+def _copy(place: Place) -> torch.Tensor:
+    """Return a copy of what lies in a place."""
+    with place.present():
+        return place.tensor.detach().clone()
+
+
+def _wide_copy(place: Place) -> torch.Tensor:
+    """Return a copy of what lies in a place, in fp32 at least."""
+    with place.present():
+        wide = torch.promote_types(place.tensor.dtype, torch.float32)
+        return place.tensor.detach().to(wide, copy=True)

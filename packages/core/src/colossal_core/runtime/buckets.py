@@ -42,6 +42,8 @@ class BucketRules:
         num_ranks: Number of ranks of such a group.
         keeps_whole: Whether no parameter may be cut by a border between ranks.
         by_unit: Whether each module unit has one buffer of its own.
+        divides_alone: Whether the shard of an entry's buffer is kept apart from it on one rank, too; never,
+            when None.
         larger: Factor of the sizes: a message on an accelerator's links needs more bytes before its latency
             does not count.
         device: Where buffers are; None for where their parameters are.
@@ -52,8 +54,13 @@ class BucketRules:
     num_ranks: Callable[[GroupSpec], int]
     keeps_whole: bool = False
     by_unit: bool = False
+    divides_alone: Callable[[Entry], bool] | None = None
     larger: int = 1
     device: torch.device | None = None
+
+    def divides(self, divided: GroupSpec, entry: Entry) -> bool:
+        """Whether the buffer of an entry is divided among the ranks of a group."""
+        return self.num_ranks(divided) > 1 or (self.divides_alone is not None and self.divides_alone(entry))
 
 
 @frozen(kw_only=True, eq=False)
@@ -70,12 +77,18 @@ class LanePlan:
     divided: GroupSpec
     buffers: list[FlatBuffer]
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether shards of the buffers are kept apart from them."""
+        return self.buffers[0].is_divided
+
 
 @frozen(kw_only=True)
 class _Kind(BufferKind):
     """What all parameters of one buffer have in common, with the ranks among which it is divided."""
 
     divided: GroupSpec
+    is_divided: bool
 
 
 def plan_lanes(members: Sequence[tuple[Entry, nn.Parameter]], rules: BucketRules) -> list[LanePlan]:
@@ -93,17 +106,19 @@ def plan_lanes(members: Sequence[tuple[Entry, nn.Parameter]], rules: BucketRules
             dtype=rules.dtype_of(entry, parameter),
             reduce=entry.reduce,
             divisor=entry.divisor,
-            unit=entry.unit if rules.by_unit and rules.num_ranks(divided) > 1 else "",
+            unit=entry.unit if rules.by_unit and rules.divides(divided, entry) else "",
+            is_divided=rules.divides(divided, entry),
             divided=divided,
         )
         by_kind.setdefault(kind, []).append(index)
-    lanes: dict[tuple[GroupSpec, GroupSpec], list[tuple[int, _Kind, list[int]]]] = {}
+    lanes: dict[tuple[GroupSpec, GroupSpec, bool], list[tuple[int, _Kind, list[int]]]] = {}
     for kind, indices in by_kind.items():
         for positions in _fill(kind, [backward[index][1].numel() for index in indices], rules):
             chosen = [indices[position] for position in positions]
-            lanes.setdefault((kind.reduce, kind.divided), []).append((max(chosen), kind, chosen))
+            key = (kind.reduce, kind.divided, kind.is_divided)
+            lanes.setdefault(key, []).append((max(chosen), kind, chosen))
     found = []
-    for (reduce, divided), plans in lanes.items():
+    for (reduce, divided, _), plans in lanes.items():
         plans.sort(key=lambda plan: plan[0])
         num_shards = rules.num_ranks(divided)
         num_notes = [0] * (len(plans) - 1) + [NOTES_PER_BUFFER * len(plans)]
@@ -111,8 +126,9 @@ def plan_lanes(members: Sequence[tuple[Entry, nn.Parameter]], rules: BucketRules
             FlatBuffer(
                 (backward[index] for index in chosen),
                 kind,
-                num_notes=notes if num_shards == 1 else 0,
+                num_notes=0 if kind.is_divided else notes,
                 num_shards=num_shards,
+                is_divided=kind.is_divided,
                 keeps_whole=rules.keeps_whole,
                 device=rules.device,
             )
@@ -125,7 +141,7 @@ def plan_lanes(members: Sequence[tuple[Entry, nn.Parameter]], rules: BucketRules
 def _fill(kind: _Kind, sizes: Sequence[int], rules: BucketRules) -> Iterable[Sequence[int]]:
     """Deal the parameters of one kind into buffers."""
     num_shards = rules.num_ranks(kind.divided)
-    if rules.by_unit and num_shards > 1:
+    if rules.by_unit and kind.is_divided:
         return [range(len(sizes))]
     # Whole parameters fill the shards of a small buffer unevenly.
     larger = rules.larger * (num_shards if rules.keeps_whole else 1)

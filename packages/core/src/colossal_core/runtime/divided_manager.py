@@ -77,16 +77,13 @@ class AbstractDividedManager(AbstractFlatManager):
         mesh, channel = self._context.mesh, owned.channel
         everyone = mesh.group(plan.reduce, channel)
         group = mesh.group(plan.divided, channel)
-        if group.size == 1:
+        if not plan.is_divided:
             owned.ranges.extend(self._hold(buffer) for buffer in plan.buffers)
             owned.window.add_summed_lane(everyone, plan.buffers)
             return
-        shards = []
-        for buffer in plan.buffers:
-            held = self._divide(buffer, group, plan.divided)
-            owned.ranges.append(held)
-            is_inside = not self._reduces_each_backward
-            shards.append(Shard(buffer, held.start, held.gradient, is_inside=is_inside))
+        ranges = [self._divide(buffer, group, plan.divided) for buffer in plan.buffers]
+        owned.ranges.extend(ranges)
+        shards = [self._shard(held) for held in ranges]
         owned.window.add_lane(
             ScatteredLane(
                 group,
@@ -98,6 +95,10 @@ class AbstractDividedManager(AbstractFlatManager):
                 each_backward=self._reduces_each_backward,
             )
         )
+
+    def _shard(self, held: OwnedRange) -> Shard:
+        """Return where the reduced gradients of a divided range arrive."""
+        return Shard(held.buffer, held.start, held.gradient, is_inside=not self._reduces_each_backward)
 
     def _hold(self, buffer: FlatBuffer) -> OwnedRange:
         """Allocate one buffer that this rank holds whole."""
@@ -149,8 +150,13 @@ class AbstractDividedManager(AbstractFlatManager):
 
     def _whole_gradient(self, held: OwnedRange) -> torch.Tensor:
         """Gather the reduced gradients of one buffer."""
-        if not held.divided.axes:
+        if not held.buffer.is_divided:
             return held.gradient
+        with held.present("gradient"):
+            return self._gather_gradient(held)
+
+    def _gather_gradient(self, held: OwnedRange) -> torch.Tensor:
+        """Gather the reduced gradients of one divided buffer."""
         whole = torch.empty(held.buffer.padded_numel, dtype=held.gradient.dtype, device=held.buffer.device)
         group = self._context.mesh.group(held.divided)
         self._context.collectives.all_gather(whole, held.gradient, group, phase="inspection").wait()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from attrs import define, frozen
@@ -32,7 +33,7 @@ from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.materialise import take_meta
 from colossal_core.runtime.table import Entry
 
-__all__ = ["ALIGNMENT_BYTES", "BufferKind", "FlatBuffer", "Slot", "deal_whole", "fill_buffers"]
+__all__ = ["ALIGNMENT_BYTES", "BufferKind", "FlatBuffer", "Memory", "Slot", "deal_whole", "fill_buffers"]
 
 ALIGNMENT_BYTES = 16
 """To a multiple of this the spans of a divided buffer are padded; links of accelerators are slower below."""
@@ -84,6 +85,22 @@ class Slot:
         return first, max(first, min(self.stop, stop))
 
 
+class Memory(Protocol):
+    """Memory that comes and goes while the tensor over it, and views of that, stay valid objects.
+
+    Attributes:
+        tensor: 1-D; may be read while the memory is there.
+    """
+
+    tensor: torch.Tensor
+
+    def acquire(self) -> None:
+        """Have memory, with undefined content; nothing happens while there is some."""
+
+    def release(self) -> None:
+        """Give the memory back; nothing happens while there is none."""
+
+
 class FlatBuffer:
     """Values and gradients of some parameters, each contiguous in one piece of memory.
 
@@ -98,6 +115,9 @@ class FlatBuffer:
         num_shards: Among how many ranks the buffer is divided; see Note [Shards of a buffer].
         span_numel: Elements of each shard.
         num_notes: Elements reserved behind the flags.
+        is_divided: Whether shards are kept apart from the buffer.
+        value_memory: Where values are; None for memory of torch. Set before :meth:`take_values`.
+        gradient_memory: The same for gradients, before :meth:`allocate_gradients`.
     """
 
     def __init__(
@@ -107,6 +127,7 @@ class FlatBuffer:
         *,
         num_notes: int = 0,
         num_shards: int = 1,
+        is_divided: bool | None = None,
         keeps_whole: bool = False,
         device: torch.device | None = None,
     ) -> None:
@@ -117,10 +138,12 @@ class FlatBuffer:
             kind: What the members have in common.
             num_notes: Elements reserved behind the flags.
             num_shards: Among how many ranks the buffer is divided.
+            is_divided: Whether its shards are kept apart from it; by default when there are several.
             keeps_whole: Whether no member may be cut by a border between shards.
             device: Where it is; by default where its first member is.
         """
         self.kind = kind
+        self.is_divided = num_shards > 1 if is_divided is None else is_divided
         pairs = list(members)
         sizes = [parameter.numel() for _, parameter in pairs]
         if num_shards > 1 and keeps_whole:
@@ -128,7 +151,7 @@ class FlatBuffer:
         else:
             starts = [0, *itertools.accumulate(sizes)][:-1]
             self.span_numel = sum(sizes)
-            if num_shards > 1:
+            if self.is_divided:
                 self.span_numel = _align(-(-(sum(sizes) + 1) // num_shards), kind.dtype.itemsize)
         self.slots: list[Slot] = [
             Slot(entry, parameter, start, start + size, index)
@@ -140,6 +163,8 @@ class FlatBuffer:
         self.device = self.slots[0].parameter.device if device is None else device
         self.values = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
+        self.value_memory: Memory | None = None
+        self.gradient_memory: Memory | None = None
         self._lacks_gradients = False
         self._versions: list[int] = []
 
@@ -152,8 +177,12 @@ class FlatBuffer:
             master: 1-D, of a wider type: also receives a range of the values, before they are narrowed.
             start: First element of that range.
         """
-        self.values = torch.empty(self.padded_numel, dtype=self.kind.dtype, device=self.device)
-        if self.num_shards > 1:
+        if self.value_memory is not None:
+            self.value_memory.acquire()
+            self.values = self.value_memory.tensor
+        else:
+            self.values = torch.empty(self.padded_numel, dtype=self.kind.dtype, device=self.device)
+        if self.is_divided:
             self.values.zero_()  # padding is sent to other ranks, too
         for slot in self.slots:
             if slot.parameter.is_meta:  # has no values yet
@@ -234,29 +263,44 @@ class FlatBuffer:
 
     def allocate_gradients(self) -> None:
         """Allocate the gradient buffer; flags and notes start at 0, gradients are undefined until touched."""
-        self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
+        if self.gradient_memory is not None:
+            self.gradient_memory.acquire()
+            self.gradients = self.gradient_memory.tensor
+        else:
+            self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
         self.tail.zero_()
 
     def release_values(self) -> None:
         """Give the memory of the values back; views of them stay valid objects that may not be read."""
-        self.values.untyped_storage().resize_(0)
+        if self.value_memory is not None:
+            self.value_memory.release()
+        else:
+            self.values.untyped_storage().resize_(0)
 
     def restore_values(self) -> None:
         """Have memory for the values again, with undefined content."""
         storage = self.values.untyped_storage()
-        if storage.nbytes() == 0:
+        if self.value_memory is not None:
+            self.value_memory.acquire()
+        elif storage.nbytes() == 0:
             storage.resize_(self.padded_numel * self.kind.dtype.itemsize)
 
     def release_gradients(self) -> None:
         """Give the memory of the gradients back; views of them stay valid objects that may not be read."""
-        self.gradients.untyped_storage().resize_(0)
+        if self.gradient_memory is not None:
+            self.gradient_memory.release()
+        else:
+            self.gradients.untyped_storage().resize_(0)
         self._lacks_gradients = True
 
     def restore_gradients(self) -> None:
         """Have memory for the gradients again, with undefined content."""
         if self._lacks_gradients:
             self._lacks_gradients = False
-            self.gradients.untyped_storage().resize_(self.message_numel * self.kind.dtype.itemsize)
+            if self.gradient_memory is not None:
+                self.gradient_memory.acquire()
+            else:
+                self.gradients.untyped_storage().resize_(self.message_numel * self.kind.dtype.itemsize)
 
     @property
     def early_divisor(self) -> int:
@@ -276,7 +320,7 @@ class FlatBuffer:
     @property
     def message_numel(self) -> int:
         """Elements of the gradient buffer with its flags and notes."""
-        return self.padded_numel if self.num_shards > 1 else self.numel + len(self.slots) + self.num_notes
+        return self.padded_numel if self.is_divided else self.numel + len(self.slots) + self.num_notes
 
     @property
     def tail(self) -> torch.Tensor:

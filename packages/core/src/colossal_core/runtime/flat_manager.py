@@ -364,7 +364,8 @@ class AbstractFlatManager(AbstractMemoryManager):
         for owned in self._owned:
             for held in owned.ranges:
                 if held.keeps_master:
-                    held.values.copy_(held.master)
+                    with held.present("value"), held.present("master"):
+                        held.values.copy_(held.master)
             self._publish(owned, lambda _: True)(len(owned.ranges))
             for held in owned.ranges:
                 # A backward through a graph from before would use the new values: torch shall refuse it.
@@ -417,7 +418,7 @@ class AbstractFlatManager(AbstractMemoryManager):
         for index, owned in enumerate(self._owned):
             gradients: dict[Touch, torch.Tensor] = {}
             for buffer, touches in owned.window.touches:
-                for touch in touches if buffer.num_shards == 1 else ():
+                for touch in touches if not buffer.is_divided else ():
                     touch.take_over(touch.changed_by_user())
                     if touch.shown == "view":
                         gradients[touch] = touch.view.detach().clone()
@@ -454,9 +455,10 @@ class AbstractFlatManager(AbstractMemoryManager):
                     if slot in live:
                         first, last = slot.within(held.start, held.stop)
                         edited = shown[slot.parameter].reshape(-1)[first - slot.start : last - slot.start]
-                        held.gradient[first - held.start : last - held.start].copy_(
-                            edited / factor(held.buffer)
-                        )
+                        with held.present("gradient"):
+                            held.gradient[first - held.start : last - held.start].copy_(
+                                edited / factor(held.buffer)
+                            )
 
     def _whole_gradient(self, held: OwnedRange) -> torch.Tensor:
         """Return the reduced gradients of one buffer whole; collective where it is divided."""

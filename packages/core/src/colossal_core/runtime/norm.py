@@ -43,12 +43,14 @@ class NormPiece:
         weight: Factor of their squares: 1 / (number of ranks that hold the same elements).
         scale: Factor of the elements themselves: 1 / (divisor of the gradient sum).
         names: The parameters that they belong to, as ``model.name``.
+        place: Where the elements lie.
     """
 
     tensor: torch.Tensor
     weight: float
     scale: float
     names: tuple[str, ...]
+    place: Place
 
 
 def norm_pieces(table: ParameterTable, places: Iterable[Place], rank: int) -> list[NormPiece]:
@@ -95,13 +97,15 @@ def gradient_norm(
     if math.isinf(norm_type):
         for piece in pieces:
             if piece.tensor.numel():
-                largest = torch.linalg.vector_norm(piece.tensor, math.inf).double() * piece.scale
+                with piece.place.present():
+                    largest = torch.linalg.vector_norm(piece.tensor, math.inf).double() * piece.scale
                 # The larger of two numbers is no NaN on every backend; an infinity tells the same.
                 total = torch.maximum(total, largest.nan_to_num(nan=math.inf, posinf=math.inf))
         collectives.all_reduce(total, everyone, phase="norm", op="max").wait()
         return float(total)
     for piece in pieces:
-        total += _power_sum(piece.tensor, norm_type) * (piece.weight * piece.scale**norm_type)
+        with piece.place.present():
+            total += _power_sum(piece.tensor, norm_type) * (piece.weight * piece.scale**norm_type)
     collectives.all_reduce(total, everyone, phase="norm").wait()
     return math.pow(float(total), 1 / norm_type)
 
@@ -117,15 +121,21 @@ def non_finite_names(pieces: Iterable[NormPiece], places: Iterable[Place]) -> li
     They are named ``model.name``: two models may have parameters of one name. Padding is part of places, and
     not of pieces, so it blames nobody.
     """
-    blamed = [piece.names for piece in pieces if not bool(torch.isfinite(piece.tensor).all())]
+    blamed = [piece.names for piece in pieces if not _is_finite(piece.place, piece.tensor)]
     certain = {names[0] for names in blamed if len(names) == 1}
     possible = {name for names in blamed for name in names} - certain
     found = [
         name
-        for name, tensor in ((".".join(place.key), place.tensor) for place in places)
-        if name in certain or (name in possible and not bool(torch.isfinite(tensor).all()))
+        for name, place in ((".".join(place.key), place) for place in places)
+        if name in certain or (name in possible and not _is_finite(place, place.tensor))
     ]
     return list(dict.fromkeys(found))
+
+
+def _is_finite(place: Place, tensor: torch.Tensor) -> bool:
+    """Whether all elements of what lies in a place are finite."""
+    with place.present():
+        return bool(torch.isfinite(tensor).all())
 
 
 def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
@@ -158,11 +168,13 @@ def _merge(left: NormPiece, right: NormPiece) -> NormPiece | None:
         or b.dim() != 1
     ):
         return None
+    if left.place.home is not right.place.home:
+        return None
     same_memory = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     if not same_memory or a.storage_offset() + a.numel() != b.storage_offset():
         return None
     joined = a.as_strided((a.numel() + b.numel(),), (1,))
-    return NormPiece(joined, left.weight, left.scale, left.names + right.names)
+    return NormPiece(joined, left.weight, left.scale, left.names + right.names, left.place)
 
 
 def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormPiece]:
@@ -176,7 +188,7 @@ def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormP
     if place.tensor.numel() == 0:
         return
     if len(set(weights)) == 1 and sum(part.box.volume for part in entry.parts) == math.prod(local_shape):
-        yield NormPiece(place.tensor.view(-1), weights[0], scale, (".".join(entry.key),))
+        yield NormPiece(place.tensor.view(-1), weights[0], scale, (".".join(entry.key),), place)
         return
     flat = place.tensor.view(-1)
     for box, first in flat_range_boxes(local_shape, place.start, place.start + flat.numel()):
@@ -185,4 +197,4 @@ def _pieces_of(table: ParameterTable, place: Place, rank: int) -> Iterator[NormP
             common = box.intersect(Box(part.local, part.box.size))
             if common is not None:
                 inside = common.shifted([-start for start in box.offset])
-                yield NormPiece(window[inside.slices], weight, scale, (".".join(entry.key),))
+                yield NormPiece(window[inside.slices], weight, scale, (".".join(entry.key),), place)

@@ -27,20 +27,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.units import Home, Saved, Unit
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from colossal_core.runtime.collectives import Collectives, Pending
-    from colossal_core.runtime.flat import FlatBuffer, Slot
     from colossal_core.runtime.mesh import Group
     from colossal_core.runtime.segments import OwnedRange
 
@@ -49,78 +48,13 @@ __all__ = ["Residency", "Unit"]
 PHASE = "parameters"
 
 
-@define(eq=False)
-class Unit:
-    """The values of one module unit, divided among ranks.
-
-    Attributes:
-        name: Name of the unit, for messages.
-        is_root: Whether it is what no repeated block holds; it stays for as long as anything else is needed.
-        ranges: Its buffers with this rank's shards.
-        state: Whether the values are there, on their way, or only as shards.
-        pending: Gathers on their way.
-        after: The unit that forward needed next the last time.
-        before: The unit that forward needed before this one the last time; for the root the last of all.
-    """
-
-    name: str
-    is_root: bool
-    ranges: list[OwnedRange] = field(factory=list)
-    state: Literal["released", "pending", "resident"] = "released"
-    pending: list[Pending] = field(factory=list)
-    after: Unit | None = None
-    before: Unit | None = None
-
-
-@define(eq=False)
-class _Home:
-    """Where the values of one storage belong.
-
-    Attributes:
-        unit: The unit.
-        buffer: The buffer.
-        storage: Its storage, held so that it can be told from others.
-        num_references: How often the storage is referred to when nobody else does.
-        tag: What the last element of the buffer holds.
-        views: What each parameter shows while it is there.
-        guards: What each parameter shows while it is released.
-        versions: How often each parameter had been written when it was released.
-    """
-
-    unit: Unit
-    buffer: FlatBuffer
-    storage: torch.UntypedStorage
-    num_references: int = 0
-    tag: int = 0
-    views: dict[Slot, torch.Tensor] = field(factory=dict)
-    guards: dict[Slot, torch.Tensor] = field(factory=dict)
-    versions: dict[Slot, int] = field(factory=dict)
-
-
-@define(eq=False)
-class _Saved:
-    """What autograd saved of a unit's values: a place instead of a tensor.
-
-    Attributes:
-        home: Where it belongs.
-        size: Its size.
-        stride: Its stride.
-        offset: Its first element in the storage.
-        slot: The parameter that it lies in.
-        version: How often that had been written.
-    """
-
-    home: _Home
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    slot: Slot | None
-    version: int
-
-
-@final
 class Residency:
-    """Gathers and releases the units of the models of one manager."""
+    """Gathers and releases the units of the models of one manager: each for as long as it runs.
+
+    What subclasses may decide otherwise: how values come (:meth:`_fetch`, :meth:`_give_back`), which units go
+    when room is needed (:meth:`_make_room`), after a unit's call (:meth:`_left`) and at the end of a pass
+    (:meth:`_rest`), and which come ahead (:meth:`_ahead`).
+    """
 
     def __init__(self, collectives: Collectives, groups: Mapping[Any, Group]) -> None:
         """Know no units yet.
@@ -131,9 +65,9 @@ class Residency:
         """
         self._collectives = collectives
         self._groups = groups
-        self._homes: dict[int, _Home] = {}
+        self._homes: dict[int, Home] = {}
         self._units: list[Unit] = []
-        self._lingering: set[_Home] = set()
+        self._lingering: set[Home] = set()
         self._needs: dict[nn.Module, tuple[Unit, ...]] = {}
         self._handles: list[RemovableHandle] = []
         self._calls: list[nn.Module] = []
@@ -151,7 +85,7 @@ class Residency:
         if unit not in self._units:
             self._units.append(unit)
         unit.ranges.append(held)
-        home = _Home(unit, held.buffer, held.buffer.values.untyped_storage())
+        home = Home(unit, held, held.buffer.values.untyped_storage())
         for slot in held.buffer.slots:
             home.views[slot] = held.buffer.value_view(slot)
             like = slot.parameter
@@ -216,8 +150,7 @@ class Residency:
             pass
         if self._calls:
             for unit in self._needs[module] if is_unit else ():
-                if not unit.is_root:
-                    self.release(unit)
+                self._left(unit)
             return
         if self._packing is not None:
             self._packing.__exit__(None, None, None)
@@ -227,7 +160,7 @@ class Residency:
             if self._previous is not None:
                 self._previous.after = None
         if not _is_in_backward():
-            self.release_all()
+            self._rest()
 
     def ensure(self, units: Iterable[Unit]) -> None:
         """Have units resident, and start to gather the one that was needed next the last time."""
@@ -235,15 +168,15 @@ class Residency:
             if unit.state == "resident":
                 continue
             is_in_backward = _is_in_backward()
-            if is_in_backward:
-                self._make_room(unit)
+            if is_in_backward and not self._awaits_end:
+                self._awaits_end = True
+                at_end_of_backward(self._end_backward)
+            self._make_room(unit)
             self._start(unit)
             self._finish(unit)
             if not is_in_backward:
                 self._note_order(unit)
-            upcoming = unit.before if is_in_backward else unit.after
-            if upcoming is not None:
-                self._start(upcoming)
+            self._ahead(unit)
 
     def rerun(self, module: nn.Module) -> None:
         """Gather what a module reads before its forward runs again without its hooks."""
@@ -272,7 +205,7 @@ class Residency:
         offset = int(tensor.storage_offset())
         slot = next((slot for slot in home.buffer.slots if slot.start <= offset < slot.stop), None)
         version = 0 if slot is None else slot.parameter._version
-        return _Saved(home, tensor.size(), tensor.stride(), offset, slot, version)
+        return Saved(home, tensor.size(), tensor.stride(), offset, slot, version)
 
     def _unpack(self, saved: Any) -> Any:
         """Return what was packed, gathering its unit if it is not there.
@@ -280,7 +213,7 @@ class Residency:
         Raises:
             UsageError: The parameter was updated since, so that the gradient would be wrong.
         """
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, Saved):
             return saved
         slot = saved.slot
         if slot is not None and slot.parameter._version != saved.version:
@@ -291,20 +224,34 @@ class Residency:
         self.ensure((saved.home.unit,))
         return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
 
+    def _end_backward(self) -> None:
+        """Rest, unless the backward ran inside a forward."""
+        self._awaits_end = False
+        if not self._calls:
+            self._rest()
+
+    # --- what stays -----------------------------------------------------------------------------------------
+
     def _make_room(self, unit: Unit) -> None:
-        """Release other units inside backward, which has left them, and hear of its end."""
-        if not self._awaits_end:
-            self._awaits_end = True
-            at_end_of_backward(self._end_backward)
-        for other in self._units:
+        """Release other units before one comes; inside backward, which has left them."""
+        for other in self._units if _is_in_backward() else ():
             if other is not unit and other.state == "resident" and not other.is_root:
                 self.release(other)
 
-    def _end_backward(self) -> None:
-        """Release everything, unless the backward ran inside a forward."""
-        self._awaits_end = False
-        if not self._calls:
-            self.release_all()
+    def _left(self, unit: Unit) -> None:
+        """Release a unit after its call."""
+        if not unit.is_root:
+            self.release(unit)
+
+    def _rest(self) -> None:
+        """Release everything at the end of a forward or a backward."""
+        self.release_all()
+
+    def _ahead(self, unit: Unit) -> None:
+        """Start to gather the unit that was needed after this one the last time."""
+        upcoming = unit.before if _is_in_backward() else unit.after
+        if upcoming is not None:
+            self._start(upcoming)
 
     # --- residency ------------------------------------------------------------------------------------------
 
@@ -383,12 +330,18 @@ class Residency:
             self._check(home)
         for home, held in zip(homes, unit.ranges, strict=True):
             self._lingering.discard(home)
-            home.buffer.restore_values()
-            group = self._groups[held.divided]
-            unit.pending.append(
-                self._collectives.all_gather(home.buffer.values, held.values, group, phase=PHASE)
-            )
+            unit.pending.append(self._fetch(held))
         unit.state = "pending"
+
+    def _fetch(self, held: OwnedRange) -> Pending:
+        """Start to have the values of one buffer whole."""
+        held.buffer.restore_values()
+        group = self._groups[held.divided]
+        return self._collectives.all_gather(held.buffer.values, held.values, group, phase=PHASE)
+
+    def _give_back(self, held: OwnedRange) -> None:
+        """Give the memory of one buffer back."""
+        held.buffer.release_values()
 
     def _finish(self, unit: Unit) -> None:
         """Wait for the gather of a unit, and show its values."""
@@ -408,13 +361,13 @@ class Residency:
                 slot.parameter.data = view
             home.buffer.note_versions()
 
-    def _mark(self, home: _Home, held: OwnedRange) -> None:
+    def _mark(self, home: Home, held: OwnedRange) -> None:
         """Write into the last element of a buffer, which no parameter needs, whose it is."""
         if self._groups[held.divided].index == self._groups[held.divided].size - 1:
             held.values[-1] = home.tag
             held.master[-1] = home.tag
 
-    def _check_tag(self, home: _Home) -> None:
+    def _check_tag(self, home: Home) -> None:
         """Refuse values that the last rank gathered for another unit.
 
         Raises:
@@ -426,8 +379,7 @@ class Residency:
                 "unit: they run different modules"
             )
 
-    @staticmethod
-    def _take_edits(held: OwnedRange, *, suspects_all: bool = False) -> None:
+    def _take_edits(self, held: OwnedRange, *, suspects_all: bool = False) -> None:
         """Bring the shard in line with what the user wrote into the values."""
         master = held.master if held.keeps_master else None
         if held.buffer.take_edits(master, held.start, suspects_all=suspects_all):
@@ -435,13 +387,13 @@ class Residency:
             if not torch.equal(values, held.values):  # otherwise a version would say that it was written
                 held.values.copy_(values)
 
-    def _guard(self, home: _Home) -> None:
+    def _guard(self, home: Home) -> None:
         """Let parameters show NaN."""
         for slot, guard in home.guards.items():
             slot.parameter.data = guard
         self._note_versions(home)
 
-    def _check(self, home: _Home) -> None:
+    def _check(self, home: Home) -> None:
         """Refuse what was written to the released parameters of one buffer.
 
         Raises:
@@ -460,16 +412,16 @@ class Residency:
         self._note_versions(home)
 
     @staticmethod
-    def _note_versions(home: _Home) -> None:
+    def _note_versions(home: Home) -> None:
         """Take the present state of the released parameters of one buffer as not written."""
         home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
 
-    def _free(self, home: _Home) -> None:
+    def _free(self, home: Home) -> None:
         """Give the memory of one buffer back, unless something else refers to it."""
         found = torch._C._storage_Use_Count(home.storage._cdata)  # noqa: SLF001 - no public name
         if found <= home.num_references:
             self._lingering.discard(home)
-            home.buffer.release_values()
+            self._give_back(home.held)
 
 
 def _is_in_backward() -> bool:

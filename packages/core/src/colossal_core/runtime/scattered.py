@@ -45,7 +45,6 @@ _BITS = 15
 """Bits of one count in a closing message: four counts of up to 32767 ranks fit into 63 bits."""
 
 
-@final
 @define(eq=False)
 class Shard:
     """This rank's part of the reduced gradients of one buffer.
@@ -65,6 +64,17 @@ class Shard:
     is_inside: bool
     total: torch.Tensor | None = None
     has_result: bool = False
+
+    def receive(self) -> torch.Tensor:
+        """Return where the result of the next round goes."""
+        return self.gradient if self.total is None else torch.empty_like(self.gradient)
+
+    def take(self, result: torch.Tensor) -> None:
+        """Keep the result of a round, which lies where :meth:`receive` said."""
+        if result is self.gradient:
+            self.has_result = True
+        elif self.total is not None:
+            self.total.add_(result)
 
     def keep(self) -> None:
         """Let what is there be added to, and its memory be used for the next round."""
@@ -238,15 +248,21 @@ class ScatteredLane(AbstractLane):
             self._collect(waits=True)
         for shard in self._shards:
             shard.settle()
+        self._add_copies()
+        for touch in self._all:
+            touch.is_live = touch in self._reduced
+        self.is_reduced = True
+        return False
+
+    def _add_copies(self) -> None:
+        """Sum the shards over the ranks that hold copies."""
+        if self._copies.size == 1:
+            return
         sums = [
             self._collectives.all_reduce(shard.gradient, self._copies, phase=PHASE) for shard in self._shards
         ]
         for pending in sums:
             pending.wait()
-        for touch in self._all:
-            touch.is_live = touch in self._reduced
-        self.is_reduced = True
-        return False
 
     def drain(self) -> None:
         """Send and await what has not left."""
@@ -380,7 +396,7 @@ class ScatteredLane(AbstractLane):
                 touch.was_sent, touch.is_live = True, False
             else:
                 touch.view.zero_()
-        output = shard.gradient if shard.total is None else torch.empty_like(shard.gradient)
+        output = shard.receive()
         pending = self._collectives.reduce_scatter(output, buffer.gradients, self.group, phase=PHASE)
         self._on_their_way.append(_Message(index, pending, output))
         self._busy.add(index)
@@ -437,10 +453,7 @@ class ScatteredLane(AbstractLane):
             return
         shard = self._shards[message.index]
         self._busy.discard(message.index)
-        if message.result is shard.gradient:
-            shard.has_result = True
-        elif shard.total is not None:
-            shard.total.add_(message.result)
+        shard.take(message.result)
         if self._each_backward:
             shard.buffer.release_gradients()
 

@@ -13,19 +13,18 @@ pieces live on separately.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from attrs import define, field
 from torch import nn
 
 from colossal_core.errors import UsageError
-from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.optimizers import optimizer_spec
-from colossal_core.runtime.table import Place
+from colossal_core.runtime.ranges import OwnedRange, Segment, State
 from colossal_core.states import Blank, is_like
 
 __all__ = ["OwnedRange", "Segment", "SegmentedOptimizer", "allocated"]
@@ -33,124 +32,6 @@ __all__ = ["OwnedRange", "Segment", "SegmentedOptimizer", "allocated"]
 CHUNK_NUMEL = 1 << 20
 """Elements updated by one call of the optimizer: 4 MiB of fp32 gradients stay in the last-level cache
 between scaling or casting and the update, so those cost no pass over memory."""
-
-State = dict[str, Any]
-
-
-@define(eq=False)
-class OwnedRange:
-    """A range of a flat buffer whose update this rank computes.
-
-    Attributes:
-        buffer: The buffer.
-        start: First element of the range in the buffer.
-        stop: One past its last element.
-        values: The range of the model's values, 1-D.
-        master: The range in the dtype of the update; the same tensor as ``values`` where none wider is kept.
-        gradient: The range of the reduced gradients, 1-D; may be overwritten by the update.
-        divided: Ranks among which the buffer is divided; no axes when this rank owns all of it.
-        staged: Where the gradients are copied to before the update, when it runs on another device than the
-            model; None when it runs where they are.
-        is_staged: Tells when that copy has ended, on accelerators.
-    """
-
-    buffer: FlatBuffer
-    start: int
-    stop: int
-    values: torch.Tensor
-    master: torch.Tensor
-    gradient: torch.Tensor
-    divided: GroupSpec = GroupSpec()
-    staged: torch.Tensor | None = None
-    is_staged: torch.Event | None = None
-
-    @classmethod
-    def whole(cls, buffer: FlatBuffer) -> OwnedRange:
-        """Allocate values, gradients and, beside 16-bit values, fp32 masters of an undivided buffer."""
-        master = None
-        if buffer.kind.dtype.itemsize == 2:
-            master = torch.empty(buffer.numel, dtype=torch.float32, device=buffer.device)
-        buffer.take_values(master=master)
-        buffer.allocate_gradients()
-        values = buffer.values
-        gradient = buffer.gradients[: buffer.numel]
-        return cls(buffer, 0, buffer.numel, values, values if master is None else master, gradient)
-
-    def stage(self) -> None:
-        """Start to copy the gradients to where the update runs."""
-        if self.staged is not None:
-            self.staged.copy_(self.gradient, non_blocking=True)
-            if self.gradient.device.type != "cpu":
-                self.is_staged = torch.Event(self.gradient.device)
-                self.is_staged.record()
-
-    def arrived(self) -> torch.Tensor:
-        """Return the gradients where the update runs, waiting for the copy."""
-        if self.staged is None:
-            return self.gradient
-        if self.is_staged is not None:
-            self.is_staged.synchronize()
-            self.is_staged = None
-        return self.staged
-
-    @property
-    def keeps_master(self) -> bool:
-        """Whether the update runs on a wider copy."""
-        return self.master is not self.values
-
-    def places(
-        self, state: str, tensor: torch.Tensor, *, start: int | None = None, slots: Sequence[Slot] = ()
-    ) -> Iterator[Place]:
-        """Publish a tensor that lies like the range, or a stretch of it, one place for each parameter in it.
-
-        Args:
-            state: What it holds.
-            tensor: As many elements as the range or the stretch.
-            start: First element of the stretch in the buffer; that of the range when None.
-            slots: The parameters in the stretch; all when empty.
-        """
-        flat = tensor.view(-1)
-        begin = self.start if start is None else start
-        for slot in slots or self.buffer.slots:
-            first, last = slot.within(begin, begin + flat.numel())
-            if first < last or (slot.start == slot.stop and not self.divided.axes):
-                yield Place(
-                    key=slot.entry.key,
-                    state=state,
-                    tensor=flat[first - begin : last - begin],
-                    start=first - slot.start,
-                    sharded_over=self.divided,
-                )
-
-
-@define(eq=False)
-class Segment:
-    """A stretch of an owned range that the optimizer sees as one tensor.
-
-    Attributes:
-        owned: The range that it lies in.
-        start: First element in the buffer.
-        stop: One past its last element.
-        group: Index of the parameter group.
-        leaf: What the optimizer updates: a view of the master.
-        slots: The parameters that it overlaps.
-    """
-
-    owned: OwnedRange
-    start: int
-    stop: int
-    group: int
-    leaf: nn.Parameter
-    slots: tuple[Slot, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the segment."""
-        return self.stop - self.start
-
-    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the segment of a tensor that spans the owned range."""
-        return flat[self.start - self.owned.start : self.stop - self.owned.start]
 
 
 @define(eq=False)
@@ -168,6 +49,7 @@ class SegmentedOptimizer:
     segments: list[Segment] = field(init=False, factory=list)
     idle: dict[torch.Tensor, State] = field(init=False, factory=dict)
     is_flat: bool = field(init=False)
+    _present: OwnedRange | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         """Copy the optimizer, cut the segments, and take over the state that it already has."""
@@ -208,8 +90,11 @@ class SegmentedOptimizer:
                 key = slot_key
             self._add_run(owned, run, group_of)
         self._regroup()
-        for segment in self.segments:
-            self._give_state(segment, state)
+        for owned, segments in itertools.groupby(self.segments, _owned_of):
+            for segment in segments:
+                self._give_state(segment, state)
+            if owned.home is not None:
+                owned.home.put(self.states_in(owned))
         cut = {slot.parameter for owned in self.owned for slot in owned.buffer.slots} & group_of.keys()
         self.idle = {
             parameter: {name: allocated(value, parameter) for name, value in theirs.items()}
@@ -288,11 +173,16 @@ class SegmentedOptimizer:
         self._read_groups()
         live = [segment for segment in self.segments if is_live(segment.slots[0])]
         position = {owned: index for index, owned in enumerate(self.owned)}
+        away = [owned for owned, _ in itertools.groupby(live, _owned_of) if owned.home is not None]
         batch: list[Segment] = []
         held = 0
         for segment in live:
             if not batch:
                 updated(position[segment.owned])
+            if away and segment.owned is away[0] and segment.owned.home is not None:
+                self._update(batch, scale)
+                batch, held = [], 0
+                self._bring(away)
             batch.append(segment)
             # Only gradients that are cast or scaled on the way need to stay in the cache until the update.
             is_touched = segment.owned.keeps_master or scale(segment.owned.buffer) != 1.0
@@ -300,12 +190,35 @@ class SegmentedOptimizer:
             if self.is_flat and held >= _chunk_numel(segment.leaf.device):
                 self._update(batch, scale)
                 batch, held = [], 0
-        if batch:
-            self._update(batch, scale)
+        self._update(batch, scale)
+        self._put_back()
         self._write_groups()
+
+    def _bring(self, away: list[OwnedRange]) -> None:
+        """Have the next range that lives elsewhere here instead of the last one, and begin with one more."""
+        self._put_back()
+        self._present = away.pop(0)
+        assert self._present.home is not None
+        self._present.home.bring()
+        if away and away[0].home is not None:
+            away[0].home.start()
+
+    def _put_back(self) -> None:
+        """Let the range that is here by :meth:`_bring` live where it does."""
+        present, self._present = self._present, None
+        if present is not None and present.home is not None:
+            present.home.put(self.states_in(present))
+
+    def states_in(self, owned: OwnedRange) -> list[State]:
+        """Return the states of all segments of a range."""
+        return [
+            self.inner.state[s.leaf] for s in self.segments if s.owned is owned and s.leaf in self.inner.state
+        ]
 
     def _update(self, batch: Sequence[Segment], scale: Callable[[FlatBuffer], float]) -> None:
         """Scale the gradients of some segments, update them, and narrow the masters back into the model."""
+        if not batch:
+            return
         for segment in batch:
             gradient = segment.slice_of(segment.owned.arrived())
             if gradient.dtype != segment.leaf.dtype:
@@ -425,6 +338,11 @@ class SegmentedOptimizer:
         """Show the user what the optimizer itself keeps in its groups."""
         for mine, theirs in zip(self.inner.param_groups, self.user.param_groups, strict=True):
             theirs.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def _owned_of(segment: Segment) -> OwnedRange:
+    """Return the range that a segment lies in."""
+    return segment.owned
 
 
 def _chunk_numel(device: torch.device) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol
 
 import torch
 from attrs import evolve, frozen
@@ -106,6 +107,7 @@ class Place:
         start: First element, in the row-major order of the local tensor, that it holds.
         sharded_over: Ranks among which the manager divided the local tensor, a subset of the holders of its
             parts; no axes when each holds it whole.
+        home: Where the tensor lives while nobody reads it; None where it may be read all the time.
     """
 
     key: Key
@@ -113,6 +115,18 @@ class Place:
     tensor: torch.Tensor
     start: int = 0
     sharded_over: GroupSpec = GroupSpec()
+    home: Home | None = None
+
+    def present(self) -> AbstractContextManager[None]:
+        """Return a context in which the tensor may be read and written."""
+        return nullcontext() if self.home is None else self.home.present(self.state)
+
+
+class Home(Protocol):
+    """Where tensors live while nobody reads them."""
+
+    def present(self, state: str) -> AbstractContextManager[None]:
+        """Return a context in which the tensors of one state may be read and written."""
 
 
 class ParameterTable:

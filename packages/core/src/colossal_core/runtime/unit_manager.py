@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
+from colossal_core.runtime.buckets import BucketRules, plan_lanes
 from colossal_core.runtime.copies import refuse_copies
 from colossal_core.runtime.divided_manager import AbstractDividedManager, refuse_compiled
 from colossal_core.runtime.mesh import PARAMETERS
@@ -44,6 +44,10 @@ class AbstractUnitManager(AbstractDividedManager):
 
     _uncompiled: tuple[str, str] = ("this memory manager", "use another one")
     """What cannot serve compiled models, and what to do instead, for messages."""
+
+    def _divides(self, entry: Entry) -> bool:
+        """Whether the shard of a parameter is kept apart from it."""
+        return bool(self._divided(entry).axes)
 
     def _make_residency(self, groups: Mapping[GroupSpec, Group]) -> Residency:
         """Return what decides when the values of units are there.
@@ -110,13 +114,11 @@ class AbstractUnitManager(AbstractDividedManager):
             self._residency.close()
             self._watch_modules()
 
-    def _take_lane(self, owned: Owned, plan: LanePlan) -> None:
-        """Allocate buffers and shards, and release the values of what is divided."""
-        known = len(owned.ranges)
-        super()._take_lane(owned, plan)
-        for held in owned.ranges[known:]:
-            if held.divided.axes:
-                self._residency.add(self._unit_of(held.buffer), held)
+    def _divide(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
+        """Allocate a buffer and this rank's shards, and release the values."""
+        held = super()._divide(buffer, group, divided)
+        self._residency.add(self._unit_of(buffer), held)
+        return held
 
     def _take_frozen(self) -> None:
         """Divide the parameters that no optimizer updates."""
@@ -129,7 +131,7 @@ class AbstractUnitManager(AbstractDividedManager):
             for entry, parameter in self._context.table.parameters()
             if parameter not in taken
             and entry.parts
-            and self._divided(entry).axes
+            and self._divides(entry)
             and (parameter.is_floating_point() or parameter.is_complex())
         ]
         for plan in plan_lanes(members, self._rules(keeps_whole=False)):
@@ -162,7 +164,7 @@ class AbstractUnitManager(AbstractDividedManager):
             slot.parameter: self._unit_of(held.buffer)
             for ranges in (*(owned.ranges for owned in self._owned), self._frozen)
             for held in ranges
-            if held.divided.axes
+            if held.buffer.is_divided
             for slot in held.buffer.slots
         }
         for name, model in self._models.items():
@@ -182,7 +184,7 @@ class AbstractUnitManager(AbstractDividedManager):
         self._residency.release_all()
         self._residency.check_guards()
         for held in owned.ranges:
-            if not held.divided.axes:
+            if not held.buffer.is_divided:
                 held.buffer.take_edits(held.master if held.keeps_master else None, held.start)
 
     def _publish(self, owned: Owned, live: Callable[[Any], bool]) -> Callable[[int], None]:
@@ -208,7 +210,7 @@ class AbstractUnitManager(AbstractDividedManager):
 
     def _value_places(self, held: OwnedRange) -> Iterator[Place]:
         """Publish the shard of the values of one buffer."""
-        if held.divided.axes:
+        if held.buffer.is_divided:
             yield from held.places("value", held.values)
         else:
             yield from super()._value_places(held)

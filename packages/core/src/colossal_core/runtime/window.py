@@ -216,7 +216,7 @@ class GradientWindow:
             for touch in touches:
                 if not touch.is_live:
                     touch.show_nothing()
-                elif not self.terms.guards or (gradients and buffer.num_shards == 1):
+                elif not self.terms.guards or (gradients and not buffer.is_divided):
                     touch.show_view()
                 else:
                     touch.show_guard()
