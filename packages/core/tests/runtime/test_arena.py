@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_core.errors import MemoryBudgetError
@@ -81,6 +81,7 @@ def test_views_are_valid_after_release_and_acquire() -> None:
     block.close()
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 5000), max_size=8), data=st.data())
 def test_used_and_peak_are_those_of_the_blocks_that_are_held(sizes: list[int], data: st.DataObject) -> None:
     """Whatever comes and goes, the counters equal a sum over held blocks and its maximum."""

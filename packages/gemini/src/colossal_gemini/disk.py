@@ -75,19 +75,20 @@ class Extent:
 
     def write(self, source: torch.Tensor) -> Transfer:
         """Begin to write a contiguous tensor of host memory, which stays unchanged until it is finished."""
-        return self._disk.submit(self._write_blocks, _bytes_of(source))
+        return self._disk.submit(self._write_blocks, source)
 
     def read(self, target: torch.Tensor) -> Transfer:
         """Begin to read what was written last into a contiguous tensor of the same size in host memory."""
         assert self._checksums is not None, f"nothing was written to {self.name!r}"
-        return self._disk.submit(self._read_blocks, _bytes_of(target))
+        return self._disk.submit(self._read_blocks, target)
 
     def close(self) -> None:
         """Give the span back. No transfer may be in flight."""
         self._disk.take_back(self)
 
-    def _write_blocks(self, memory: memoryview) -> None:
+    def _write_blocks(self, source: torch.Tensor) -> None:
         """Write block by block; the checksums count once all is written."""
+        memory = _bytes_of(source)
         assert len(memory) <= self.nbytes, f"{len(memory)} bytes do not fit into {self.name!r}"
         self._checksums = None
         checksums = []
@@ -97,8 +98,9 @@ class Extent:
             self._disk.put(piece, self.start + first, self.name)
         self._checksums = tuple(checksums)
 
-    def _read_blocks(self, memory: memoryview) -> None:
+    def _read_blocks(self, target: torch.Tensor) -> None:
         """Read block by block, and compare checksums."""
+        memory = _bytes_of(target)
         assert self._checksums is not None, f"writing {self.name!r} has failed"
         for index, checksum in enumerate(self._checksums):
             first = index * BLOCK_BYTES
@@ -114,7 +116,7 @@ class Extent:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor, which has to be kept meanwhile."""
     assert tensor.device.type == "cpu", f"files are read to and written from host memory, not {tensor.device}"
     assert tensor.is_contiguous(), "only contiguous memory is transferred"
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -162,6 +164,8 @@ class Disk:
             raise DiskTierError(message, hint="name a folder on a local disk that you may write to") from err
         self._handle = self._file.fileno()
         self.is_direct = self._go_direct()
+        if not self.is_direct and sys.platform == "linux":
+            os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # reading ahead would fill the cache
 
     def __repr__(self) -> str:
         """Return the folder and what is used."""
@@ -210,8 +214,8 @@ class Disk:
         if extent.nbytes:
             self._give(extent.start, extent.start + extent.nbytes)
 
-    def submit(self, job: Callable[[memoryview], None], memory: memoryview) -> Transfer:
-        """Run a job on a thread of ours."""
+    def submit(self, job: Callable[[torch.Tensor], None], memory: torch.Tensor) -> Transfer:
+        """Run a job on a thread of ours, which keeps the memory until it is done."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_MAX_IN_FLIGHT, thread_name_prefix="colossal-disk")
         return Work(self._pool.submit(job, memory))
