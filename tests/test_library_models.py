@@ -9,7 +9,7 @@ import pytest
 
 from colossal_tensor_parallel import TensorParallel
 from colossal_testkit.ranks import run_ranks
-from colossal_testkit.traffic import all_reduce_words
+from colossal_testkit.traffic import all_reduce_words, gather_words
 
 from .library_models import NAMES, Outcome, train_on_ranks, train_serial
 
@@ -54,17 +54,38 @@ def test_training_equals_one_process(name: str, nproc: int) -> None:
         check(serial_outcome(name), found)
 
 
+@pytest.mark.parametrize(
+    ("name", "nproc"),
+    [
+        ("llama-tied", 4),
+        ("vit", 2),
+        ("t5", 2),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in NAMES if name not in {"vit", "t5"}),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in NAMES if name != "llama-tied"),
+    ],
+)
+def test_training_with_divided_sequences_equals_one_process(name: str, nproc: int) -> None:
+    """Six tokens, or five of an image, among ranks; norm weights are random and have shares of gradients."""
+    pieces = (TensorParallel(degree=nproc, sequence=True),)
+
+    ranks = run_ranks(train_on_ranks, nproc, name, pieces, "plain", timeout_seconds=100)
+
+    for found in ranks:
+        check(serial_outcome(name), found)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_three_ranks_share_six_heads(name: str) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_three_ranks_share_six_heads(name: str, *, sequence: bool) -> None:
     """Neither 38 features nor 41 tokens divide by three."""
     changes = (
         {"num_attention_heads": 6, "num_key_value_heads": 3}
         if name == "llama"
         else {"num_attention_heads": 6}
     )
-    pieces = (TensorParallel(degree=3),)
+    pieces = (TensorParallel(degree=3, sequence=sequence),)
 
     ranks = run_ranks(train_changed, 3, name, pieces, changes, timeout_seconds=100)
 
@@ -92,6 +113,21 @@ def test_traffic_is_that_of_the_formula(name: str) -> None:
 
     expected = all_reduce_words(2 * 4 * tokens * width + 2 * tokens * width + 3 * tokens, nproc)
     assert ranks[0].words == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_traffic_with_divided_sequences_is_that_of_the_formula(name: str) -> None:
+    """Ten gathers and scatters of activations for each block, two for the embedding, three for the head."""
+    nproc, tokens = 2, 4 * 6
+    width = 12 if name == "gpt2" else 24
+    pieces = (TensorParallel(degree=nproc, sequence=True),)
+
+    ranks = run_ranks(train_on_ranks, nproc, name, pieces, "forward_backward", timeout_seconds=100)
+
+    # The table of positions is whole, and its gradient, without a batch, is gathered once.
+    positions = gather_words(6 * width, nproc) if name == "gpt2" else 0.0
+    expected = gather_words((2 * 10 + 5) * tokens * width, nproc) + all_reduce_words(3 * tokens, nproc)
+    assert ranks[0].words == pytest.approx(expected + positions)
 
 
 def test_ranks_hold_their_share() -> None:

@@ -26,3 +26,14 @@ class TestThreeRanks(StrategyContract):
     def make_piece(self) -> TensorParallel:
         """Return the options."""
         return TensorParallel(degree=3)
+
+
+class TestDividedSequences(StrategyContract):
+    """Three ranks also share what lies between the layers."""
+
+    registry = staticmethod(make_registry)
+    refusals = dict.fromkeys(("branches", "convnet", "lstm"), "cannot be divided along the sequence")
+
+    def make_piece(self) -> TensorParallel:
+        """Return the options."""
+        return TensorParallel(degree=3, sequence=True)

@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 from colossal_core.errors import RankMismatchError
 from colossal_core.interfaces import AbstractBorder
 from colossal_tensor_parallel.logits import whole
+from colossal_tensor_parallel.tokens import whole_tokens
 
 if TYPE_CHECKING:
     from colossal_core.runtime.context import Context
     from colossal_tensor_parallel.draws import Dice
-    from colossal_tensor_parallel.wires import Entrance
+    from colossal_tensor_parallel.products import Entrance
 
 __all__ = ["CutBorder", "complete"]
 
@@ -58,9 +59,10 @@ class CutBorder(AbstractBorder):
         return args, kwargs
 
     def exit(self, outputs: Any) -> Any:
-        """Return outputs with whole logits."""
+        """Return outputs with whole activations, and with whole logits unless a loss reads them."""
         self._entrance.clear()
         self._dice.close()
+        outputs = pytree.tree_map(whole_tokens, outputs)
         return outputs if self._crossing.goes_to_loss else complete(outputs)
 
     def _compare(self, batch: Any) -> None:

@@ -11,7 +11,7 @@ from colossal_tensor_parallel.groups import Form
 from colossal_tensor_parallel.roles import Cut
 from colossal_tensor_parallel.spans import Split
 
-__all__ = ["Decision", "ModelPlan"]
+__all__ = ["Decision", "ModelPlan", "Regions"]
 
 
 @final
@@ -40,6 +40,24 @@ class Decision:
 
 @final
 @frozen(kw_only=True)
+class Regions:
+    """What lies between the cut layers and is divided along the tokens.
+
+    Attributes:
+        divided: Row layers and tables whose outputs stay divided.
+        pieces: Modules that treat each token by itself, and compute those of this rank.
+        gathered: Where else divided activations are read whole, for people.
+        shares: Parameters whose gradients are shares on each rank because of it.
+    """
+
+    divided: tuple[str, ...]
+    pieces: tuple[str, ...]
+    gathered: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
+
+
+@final
+@frozen(kw_only=True)
 class ModelPlan:
     """What becomes of a model.
 
@@ -47,11 +65,13 @@ class ModelPlan:
         decisions: One for each layer, in order of registration.
         attributes: Integers of modules that change.
         shared: Parameters that stay whole and whose gradients are shares on each rank.
+        regions: What is divided along the tokens; None without sequence regions.
     """
 
     decisions: tuple[Decision, ...]
     attributes: tuple[Attribute, ...]
     shared: tuple[str, ...]
+    regions: Regions | None = None
 
     def lines(self) -> tuple[str, ...]:
         """Return all that ranks have to agree about."""
@@ -59,4 +79,5 @@ class ModelPlan:
             *(f"{d.name}: {d.cut} {d.split} {d.is_head} {d.drops}" for d in self.decisions),
             *(f"{a.module}.{a.name} = {a.values}" for a in self.attributes),
             *(f"shares of {name}" for name in self.shared),
+            *(() if self.regions is None else (f"tokens: {self.regions.divided} {self.regions.pieces}",)),
         )

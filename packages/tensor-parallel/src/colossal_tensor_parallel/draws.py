@@ -11,6 +11,8 @@ of common values in between, of an adapter say, would make ranks drift apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -109,3 +111,14 @@ class Dice:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw this rank's own random numbers in a ``with`` block; nothing when they are in use already."""
+        was_open = self._common is not None
+        self.open()
+        try:
+            yield
+        finally:
+            if not was_open:
+                self.close()

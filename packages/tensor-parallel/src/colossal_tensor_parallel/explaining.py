@@ -51,6 +51,8 @@ class Explanation:
         shared: Parameters that stay whole and whose gradients are summed over the ranks.
         whole_bytes: All parameters of the model.
         rank_bytes: Most that a rank holds of them.
+        divided: Layers whose outputs stay divided along the tokens.
+        gathered: Where divided activations are read whole, besides column layers and heads.
     """
 
     degree: int
@@ -59,6 +61,8 @@ class Explanation:
     shared: tuple[str, ...]
     whole_bytes: int
     rank_bytes: int
+    divided: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Print as a table, with what changes besides below it."""
@@ -82,11 +86,20 @@ class Explanation:
             lines.append(f"integers that change: {', '.join(self.scaled)}")
         if self.shared:
             lines.append(f"gradients that are summed over the ranks: {', '.join(self.shared)}")
+        if self.divided:
+            lines.append(f"outputs that stay divided along the tokens: {', '.join(self.divided)}")
+        if self.gathered:
+            lines.append(f"divided activations are read whole in: {', '.join(self.gathered)}")
         return "\n".join(lines)
 
 
 def explain(
-    model: nn.Module, degree: int, *, plan: Mapping[str, str] | None = None, batch: Any = None
+    model: nn.Module,
+    degree: int,
+    *,
+    plan: Mapping[str, str] | None = None,
+    batch: Any = None,
+    sequence: bool = False,
 ) -> Explanation:
     """Print what ``TensorParallel(degree)`` would do to a model, and return it; nothing is changed.
 
@@ -96,15 +109,16 @@ def explain(
         plan: Patterns as for :class:`~colossal_tensor_parallel.TensorParallel`.
         batch: What the model's forward takes: a tensor, a tuple of arguments, or a mapping of keyword
             arguments. Guessed when None.
+        sequence: As for :class:`~colossal_tensor_parallel.TensorParallel`.
 
     Returns:
         The rows that were printed.
 
     Raises:
         UsageError: A pattern matches nothing, or heads do not divide.
-        CapabilityError: Nothing can be cut.
+        CapabilityError: Nothing can be cut, or nothing divided along the sequence.
     """
-    made = plan_model(model, degree, plan, _example_of(batch))
+    made = plan_model(model, degree, plan, _example_of(batch), sequence=sequence)
     found = describe(model, made, degree)
     sys.stdout.write(f"{found}\n")
     return found
@@ -162,6 +176,8 @@ def describe(model: nn.Module, made: ModelPlan, degree: int) -> Explanation:
         shared=made.shared,
         whole_bytes=total,
         rank_bytes=total - saved,
+        divided=() if made.regions is None else made.regions.divided,
+        gathered=() if made.regions is None else made.regions.gathered,
     )
 
 

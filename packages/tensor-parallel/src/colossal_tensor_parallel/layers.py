@@ -9,19 +9,25 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from attrs import frozen
-from torch import nn
 
+from colossal_core.errors import CapabilityError
 from colossal_core.runtime.replacement import Stand, replacement_of
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.logits import SplitLogits
-from colossal_tensor_parallel.wires import Entrance, Wire, add_up, join_pieces
+from colossal_tensor_parallel.products import Entrance, multiply, multiply_entered
+from colossal_tensor_parallel.tokens import TOKENS, Lot, SplitTokens, divide_tokens, plain
+from colossal_tensor_parallel.wires import Wire, add_up, join_pieces, on_first, sum_pieces
 
-__all__ = ["CutColumn", "CutHead", "CutRow", "CutTable", "Works"]
+__all__ = ["CutColumn", "CutHead", "CutRow", "CutTable", "OfTokens", "Works"]
+
+LEAST_DIMS = 3
+"""Dims from which outputs are divided: rows of ``[tokens, features]`` are often sorted anew."""
 
 
 @final
@@ -37,6 +43,8 @@ class Works:
         gathers: Whether outputs are gathered.
         is_plain: Whether a table looks up rows and does nothing else.
         dice: What draws for values behind a column layer, where they are dropped.
+        divides: Whether outputs are left divided along the tokens.
+        name: Of the layer in the model.
     """
 
     entrance: Entrance
@@ -46,6 +54,14 @@ class Works:
     gathers: bool = False
     is_plain: bool = True
     dice: Dice | None = None
+    divides: bool = False
+    name: str = ""
+
+    @property
+    def lot(self) -> Lot:
+        """How activations are divided along the tokens."""
+        assert self.entrance.lot is not None
+        return self.entrance.lot
 
     @property
     def wire(self) -> Wire:
@@ -53,17 +69,10 @@ class Works:
         return self.entrance.wire
 
 
-def _works(module: nn.Module) -> Works:
+def _works(module: Stand) -> Works:
     """Return what a cut layer was given."""
     found: Works = replacement_of(module).payload
     return found
-
-
-def _multiply(
-    features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_transposed: bool
-) -> torch.Tensor:
-    """Return the product with a weight, plus a bias."""
-    return F.linear(features, weight.T if is_transposed else weight, bias)
 
 
 @final
@@ -77,7 +86,7 @@ class CutColumn(Stand):
         """Map ``[..., in]`` to ``[..., this rank's out]``, or to all outputs where they are gathered."""
         works = _works(self)
         entered = works.entrance.enter(features)
-        outputs = _multiply(entered, self.weight, self.bias, is_transposed=works.is_transposed)
+        outputs = multiply_entered(entered, self.weight, self.bias, is_transposed=works.is_transposed)
         if works.dice is not None and self.training:
             works.dice.open()
         return join_pieces(outputs, works.wire, works.size, -1) if works.gathers else outputs
@@ -95,7 +104,9 @@ class CutRow(Stand):
         works = _works(self)
         if works.dice is not None:
             works.dice.close()
-        summand = _multiply(features, self.weight, None, is_transposed=works.is_transposed)
+        summand = multiply(features, self.weight, None, is_transposed=works.is_transposed)
+        if works.divides:
+            return _divided_sum(summand, works, self.bias)
         total = add_up(summand, works.wire)
         return total if self.bias is None else total + self.bias
 
@@ -110,7 +121,8 @@ class CutHead(Stand):
     def forward(self, features: torch.Tensor) -> Any:
         """Map ``[..., in]`` to logits of which this rank holds a piece."""
         works = _works(self)
-        piece = F.linear(works.entrance.enter(features), self.weight, self.bias)
+        entered = works.entrance.enter(features)
+        piece = multiply_entered(entered, self.weight, self.bias, is_transposed=False)
         return SplitLogits(piece, works.wire, works.size)
 
 
@@ -131,4 +143,44 @@ class CutTable(Stand):
             rows = F.embedding(inside, self.weight, self.padding_idx)
         else:
             rows = super().forward(inside)
-        return add_up(rows.masked_fill(outside.unsqueeze(-1), 0.0), works.wire)
+        summand = rows.masked_fill(outside.unsqueeze(-1), 0.0)
+        return _divided_sum(summand, works, None) if works.divides else add_up(summand, works.wire)
+
+
+@final
+class OfTokens(Stand):
+    """A module that treats each token by itself, and computes those that this rank has."""
+
+    def forward(self, features: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Map ``[..., tokens, features]``, divided or common, to a divided tensor.
+
+        Raises:
+            CapabilityError: It gets tensors besides, which it did not when it was tried.
+        """
+        lot = _works(self).lot
+        if any(isinstance(leaf, torch.Tensor) for leaf in (*args, *kwargs.values())):
+            raise CapabilityError(
+                f"a {type(replacement_of(self).old).__name__} that computes its share of the tokens gets "
+                "several tensors, but was seen with one",
+                hint="leave sequence=True out",
+            )
+        is_vector = features.dim() < 2
+        common = features.unsqueeze(0) if is_vector else features
+        mine = common if isinstance(common, SplitTokens) else divide_tokens(common, lot)
+        with lot.dice.aside() if self.training else nullcontext():
+            found = mine.like(super().forward(plain(mine), *args, **kwargs))
+        return found.join(type(self).__name__).squeeze(0) if is_vector else found
+
+
+def _divided_sum(summand: torch.Tensor, works: Works, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the ranks' summands plus a bias, divided along the tokens where there are any.
+
+    The gradient of the bias is a share in either case, as the parameter table says.
+    """
+    lot = works.lot
+    if summand.dim() < LEAST_DIMS:
+        total = add_up(summand, lot.wire)
+        return total if bias is None else total + on_first(bias, lot.wire)
+    piece = sum_pieces(summand, lot.wire, TOKENS)
+    piece = piece if bias is None else piece + bias
+    return SplitTokens.of(piece, lot, int(summand.shape[TOKENS]), works.name)

@@ -79,7 +79,9 @@ class TensorParallel:
         degree: Number of ranks that share each layer.
         mode: ``"1d"`` cuts each layer in one direction; ``"2d"``, ``"2.5d"`` and ``"3d"`` are not there yet.
         depth: Copies of the grid in mode ``"2.5d"``.
-        sequence: Also divide what lies between the cut layers, along the sequence. Not there yet.
+        sequence: Also divide what lies between the cut layers, along the sequence: norms, residuals and
+            dropout. Ranks keep their share of these activations only, and receive 10 (p-1)/p words instead
+            of 8.
         plan: Roles by patterns of module names, which go before everything else: ``"column"``, ``"row"``,
             ``"gathered-column"``, ``"vocabulary"`` and ``"whole"``; ``"column:3"`` for three fused parts.
             ``*`` stands for any part of a name; the last pattern that matches counts.
@@ -97,13 +99,8 @@ class TensorParallel:
 
     @sequence.validator
     def _check_sequence(self, _field: attrs.Attribute[bool], value: object) -> None:
-        """Refuse what is no choice, or is none yet."""
+        """Refuse what is no choice."""
         if not isinstance(value, bool):
             raise UsageError(
                 f"TensorParallel: sequence must be true or false, got {value!r}", hint="leave it"
-            )
-        if value:
-            raise CapabilityError(
-                "TensorParallel: sequence=True is not there yet",
-                hint="leave it out: layers are cut, and what lies between them is computed on every rank",
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
+from attrs import evolve
 from torch import nn
 
 from colossal_core.errors import CapabilityError, UsageError
@@ -22,6 +23,7 @@ from colossal_tensor_parallel.groups import Group, Layer, find_groups, list_laye
 from colossal_tensor_parallel.guessing import Guesses, read_heads
 from colossal_tensor_parallel.patterns import match_roles, read_library_plan
 from colossal_tensor_parallel.proving import Bench
+from colossal_tensor_parallel.regions import find_regions, with_shares
 from colossal_tensor_parallel.roles import Role
 from colossal_tensor_parallel.spans import Split, legal_degrees
 from colossal_tensor_parallel.tables import rows_are_additive
@@ -38,6 +40,8 @@ def plan_model(
     degree: int,
     patterns: Mapping[str, str] | None = None,
     example: Example | None = None,
+    *,
+    sequence: bool = False,
 ) -> ModelPlan:
     """Decide about every layer; pure.
 
@@ -46,10 +50,11 @@ def plan_model(
         degree: Number of ranks.
         patterns: Roles by patterns of module names.
         example: Arguments of one forward; guessed when None.
+        sequence: Whether activations between the cut layers are divided along the tokens.
 
     Raises:
         UsageError: A pattern matches nothing, asks for what is wrong, or heads do not divide.
-        CapabilityError: Nothing of the model can be cut.
+        CapabilityError: Nothing of the model can be cut, or nothing divided along the tokens.
     """
     layers = list_layers(model)
     roles = match_roles(patterns or {}, layers)
@@ -59,7 +64,27 @@ def plan_model(
             for name, layer in layers.items()
         )
         return ModelPlan(decisions=stay, attributes=(), shared=())
-    return _Planner(model, degree, layers, roles, trace_model(model, example)).plan()
+    trace = trace_model(model, example)
+    made = _Planner(model, degree, layers, roles, trace).plan()
+    return _with_regions(made, model, trace) if sequence else made
+
+
+def _with_regions(made: ModelPlan, model: nn.Module, trace: Trace | str) -> ModelPlan:
+    """Add what is divided along the tokens.
+
+    Raises:
+        CapabilityError: Nothing can be.
+    """
+    found = trace if isinstance(trace, str) else find_regions(model, made.decisions, trace)
+    if isinstance(found, str):
+        raise CapabilityError(
+            f"activations of this {type(model).__name__} cannot be divided along the sequence: {found}",
+            hint="leave sequence=True out: layers are cut all the same",
+        )
+    regions = with_shares(found, made.decisions, model)
+    tied = [name for name in regions.shares if name in made.shared]
+    assert not tied, tied
+    return evolve(made, shared=(*made.shared, *regions.shares), regions=regions)
 
 
 @final

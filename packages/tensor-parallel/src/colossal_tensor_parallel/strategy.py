@@ -21,18 +21,19 @@ from colossal_core.runtime.table import Key, Part
 from colossal_tensor_parallel.borders import CutBorder, complete
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.draws import Dice
-from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable, Works
+from colossal_tensor_parallel.layers import OfTokens, Works
 from colossal_tensor_parallel.planning import plan_model
+from colossal_tensor_parallel.products import Entrance
+from colossal_tensor_parallel.regions import stand_of, works_of
 from colossal_tensor_parallel.spans import Split
-from colossal_tensor_parallel.tables import is_plain_table
+from colossal_tensor_parallel.tokens import Lot
 from colossal_tensor_parallel.tracing import own_parameters
-from colossal_tensor_parallel.wires import Entrance, Wire
+from colossal_tensor_parallel.wires import Wire
 
 if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractBorder
     from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
-    from colossal_core.runtime.replacement import Stand
     from colossal_tensor_parallel.options import TensorParallel
 
 __all__ = ["TensorParallelStrategy"]
@@ -44,8 +45,6 @@ _logger = logging.getLogger(__name__)
 
 AXIS = "tensor"
 TENSOR = GroupSpec((AXIS,))
-
-_STANDS: Mapping[str, type[Stand]] = {"column": CutColumn, "gathered-column": CutColumn, "row": CutRow}
 
 
 @final
@@ -81,6 +80,8 @@ class TensorParallelStrategy(AbstractStrategy):
                         seen.add(tensor)
                         parts = _parts(decision.split, tensor.shape, dim, rank, layout)
                         cuts[name, f"{decision.name}.{kind}"] = parts
+            for piece in () if made.regions is None else made.regions.pieces:
+                check_replaceable([model], piece, model.get_submodule(piece))
             for shared in made.shared:
                 shape = model.get_parameter(shared).shape
                 cuts[name, shared] = (_slab(shape, None, layout.everyone(), TENSOR),)
@@ -103,8 +104,8 @@ class TensorParallelStrategy(AbstractStrategy):
         if wire.group.size == 1:
             return
         for name, model in models.items():
-            self._entrances[name] = Entrance(wire)
-            self._dice[name] = Dice(wire.group.index)
+            self._dice[name] = dice = Dice(wire.group.index)
+            self._entrances[name] = Entrance(wire, Lot(wire, dice) if self.options.sequence else None)
             self._rewire(name, model, context)
 
     def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
@@ -117,7 +118,9 @@ class TensorParallelStrategy(AbstractStrategy):
     def _plan(self, model: nn.Module) -> ModelPlan:
         """Return the plan of a model, made on first use."""
         if model not in self._plans:
-            self._plans[model] = plan_model(model, self.options.degree, self.options.plan)
+            self._plans[model] = plan_model(
+                model, self.options.degree, self.options.plan, sequence=self.options.sequence
+            )
         return self._plans[model]
 
     def _rewire(self, name: str, model: nn.Module, context: Context) -> None:
@@ -130,29 +133,30 @@ class TensorParallelStrategy(AbstractStrategy):
             setattr(module, change.name, change.values[rank])
             context.undo.append(_restore(module, change.name, value))
         _leave_fast_path(model, made, context)
+        divided = set() if made.regions is None else set(made.regions.divided)
         for decision in made.decisions:
             if decision.split is None:
                 continue
             module = model.get_submodule(decision.name)
-            kind = _STANDS.get(decision.cut, CutTable if decision.form == "embedding" else CutHead)
-            if kind is CutHead and not decision.is_head:
-                kind = CutColumn
-            works = Works(
-                entrance=self._entrances[name],
-                size=decision.split.size,
-                first=decision.split.spans(rank, self.options.degree)[0][0],
-                is_transposed=decision.form == "transposed",
-                gathers=kind is CutColumn and decision.cut != "column",
-                dice=self._dice[name] if decision.drops or decision.cut == "row" else None,
-                is_plain=decision.form != "embedding" or is_plain_table(module),
+            works = works_of(
+                decision,
+                module,
+                self._entrances[name],
+                self._dice[name],
+                degree=self.options.degree,
+                divides=decision.name in divided,
             )
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 local = module.padding_idx - works.first
                 is_here = 0 <= local < module.get_parameter("weight").shape[0]
                 context.undo.append(_restore(module, "padding_idx", module.padding_idx))
                 vars(module)["padding_idx"] = local if is_here else None
-            replacement = replace_module([model], decision.name, module, kind, works)
+            replacement = replace_module([model], decision.name, module, stand_of(decision), works)
             context.undo.append(replacement.undo)
+        for piece in () if made.regions is None else made.regions.pieces:
+            module = model.get_submodule(piece)
+            works = Works(entrance=self._entrances[name], size=0, name=piece)
+            context.undo.append(replace_module([model], piece, module, OfTokens, works).undo)
 
 
 def _leave_fast_path(model: nn.Module, made: ModelPlan, context: Context) -> None:

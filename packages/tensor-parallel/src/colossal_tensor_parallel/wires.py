@@ -1,15 +1,26 @@
 """Differentiable communication: what a collective does to a value, and what that means for its gradient.
 
 The one idea: a tensor that all tensor ranks have is *common*, one of which each has a piece or a summand is
-*local*. Code changes from one to the other by :func:`enter` (forward nothing; backward sum) and by its
-counterparts :func:`add_up` (forward sum; backward nothing) and :func:`join_pieces` (forward gather; backward
-own piece).
+*local*. The gradient of a common value is common, that of a local one local. Code changes from one to the
+other by these operators:
 
-Source: Shoeybi et al., *Megatron-LM*, 2019, section 3 (the operators f and g).
+=====================  ================  ===================
+operator               forward           backward
+=====================  ================  ===================
+:func:`enter`          nothing           sum
+:func:`add_up`         sum               nothing
+:func:`divide`         own piece         gather
+:func:`join_pieces`    gather            own piece
+:func:`sum_pieces`     reduce-scatter    gather
+=====================  ================  ===================
+
+Source: Shoeybi et al., *Megatron-LM*, 2019, section 3 (the operators f and g); Korthikanti et al.,
+*Reducing Activation Recomputation*, 2022, section 4.2.2 (those that divide the sequence).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -18,12 +29,20 @@ from attrs import frozen
 from colossal_tensor_parallel.spans import split_evenly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from colossal_core.runtime.collectives import Collectives, Pending
     from colossal_core.runtime.mesh import Group
 
-__all__ = ["PHASE", "Entrance", "Wire", "add_up", "call_function", "enter", "join_pieces"]
+__all__ = [
+    "PHASE",
+    "Wire",
+    "add_up",
+    "call_function",
+    "divide",
+    "enter",
+    "join_pieces",
+    "on_first",
+    "sum_pieces",
+]
 
 PHASE = "tensor"
 """Under which the ledger books activations and their gradients."""
@@ -67,6 +86,10 @@ class Wire:
         Pieces as :func:`~.spans.split_evenly` makes them; they travel in the size of the largest. The result
         owns its memory, since autograd lets nobody write into a view that a function returns.
         """
+        return self.start_join(piece, size, dim)()
+
+    def start_join(self, piece: torch.Tensor, size: int, dim: int) -> Callable[[], torch.Tensor]:
+        """Start what :meth:`join` does; return what waits for it and returns its result."""
         spans = split_evenly(size, self.group.size)
         largest = max(stop - start for start, stop in spans)
         local = piece.movedim(dim, 0)
@@ -75,12 +98,44 @@ class Wire:
             local = torch.cat([local, local.new_zeros((lacking, *local.shape[1:]))])
         local = local.contiguous()
         full = local.new_empty((self.group.size * largest, *local.shape[1:]))
-        self.collectives.all_gather(full, local, self.group, phase=self.phase).wait()
-        if size != len(full):
-            rows = full.unflatten(0, (self.group.size, largest))
-            full = torch.cat([rows[index, : stop - start] for index, (start, stop) in enumerate(spans)])
-        moved = full.movedim(0, dim)
-        return full if moved.shape == full.shape and moved.is_contiguous() else moved.contiguous()
+        pending = self.collectives.all_gather(full, local, self.group, phase=self.phase)
+
+        def finish() -> torch.Tensor:
+            """Wait, and put the pieces side by side."""
+            pending.wait()
+            joined = full
+            if size != len(full):
+                rows = full.unflatten(0, (self.group.size, largest))
+                joined = torch.cat([rows[index, : stop - start] for index, (start, stop) in enumerate(spans)])
+            moved = joined.movedim(0, dim)
+            return joined if moved.shape == joined.shape and moved.is_contiguous() else moved.contiguous()
+
+        return finish
+
+    def start_scatter(self, value: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+        """Start the sum over the ranks of which this rank keeps its piece along ``dim``.
+
+        Pieces travel in the size of the largest. Returns what waits for it and returns the piece.
+        """
+        spans = split_evenly(value.shape[dim], self.group.size)
+        largest = max(stop - start for start, stop in spans)
+        moved = value.movedim(dim, 0)
+        if len(moved) == largest * self.group.size:
+            full = moved.contiguous()
+        else:
+            full = moved.new_zeros((largest * self.group.size, *moved.shape[1:]))
+            for index, (start, stop) in enumerate(spans):
+                full[index * largest : index * largest + stop - start] = moved[start:stop]
+        own = full.new_empty((largest, *full.shape[1:]))
+        pending = self.collectives.reduce_scatter(own, full, self.group, phase=self.phase)
+
+        def finish() -> torch.Tensor:
+            """Wait, and return the piece."""
+            pending.wait()
+            start, stop = spans[self.group.index]
+            return own[: stop - start].movedim(0, dim).contiguous()
+
+        return finish
 
     def own(self, value: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's piece along ``dim``, as a view."""
@@ -136,6 +191,51 @@ class _JoinPieces(torch.autograd.Function):
         return ctx.wire.own(gradients[0], ctx.dim).contiguous(), None, None, None
 
 
+class _Divide(torch.autograd.Function):
+    """This rank's piece; the gradients of all pieces are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        """Return the piece."""
+        ctx.wire, ctx.dim, ctx.size = wire, dim, value.shape[dim]
+        return wire.own(value, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of all pieces side by side."""
+        return ctx.wire.join(gradients[0], ctx.size, ctx.dim), None, None
+
+
+class _SumPieces(torch.autograd.Function):
+    """This rank's piece of the sum; the gradients of all pieces are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+        """Return the piece of the sum."""
+        ctx.wire, ctx.dim, ctx.size = wire, dim, value.shape[dim]
+        return wire.start_scatter(value, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of all pieces side by side."""
+        return ctx.wire.join(gradients[0], ctx.size, ctx.dim), None, None
+
+
+class _OnFirst(torch.autograd.Function):
+    """Identity; only the first rank has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return the value."""
+        ctx.is_first = wire.group.index == 0
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient, or zeros."""
+        return gradients[0] if ctx.is_first else torch.zeros_like(gradients[0]), None
+
+
 def call_function(function: type[torch.autograd.Function], *arguments: object) -> torch.Tensor:
     """Call a differentiable function of one value; torch does not say what it returns."""
     apply: Callable[..., torch.Tensor] = function.apply
@@ -162,31 +262,16 @@ def join_pieces(value: torch.Tensor, wire: Wire, size: int, dim: int) -> torch.T
     return call_function(_JoinPieces, value, wire, size, dim)
 
 
-@final
-class Entrance:
-    """Where the layers of one model enter common values; one value that several layers read enters once.
+def divide(value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+    """Return this rank's piece of a common value along ``dim``."""
+    return call_function(_Divide, value, wire, dim)
 
-    Queries, keys and values read the same tensor: its gradients are then summed on this rank first, and
-    travel in one message.
-    """
 
-    def __init__(self, wire: Wire) -> None:
-        """Hold the wire."""
-        self.wire = wire
-        self._last: tuple[torch.Tensor, int, torch.Tensor] | None = None
+def sum_pieces(value: torch.Tensor, wire: Wire, dim: int) -> torch.Tensor:
+    """Return this rank's piece along ``dim`` of the sum of the ranks' summands."""
+    return call_function(_SumPieces, value, wire, dim)
 
-    def enter(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the value for use by a cut layer."""
-        if not (value.requires_grad and torch.is_grad_enabled()):
-            return value
-        if self._last is not None:
-            seen, version, entered = self._last
-            if seen is value and version == value._version:
-                return entered
-        entered = enter(value, self.wire)
-        self._last = (value, value._version, entered)
-        return entered
 
-    def clear(self) -> None:
-        """Forget the last value, which would keep its graph alive."""
-        self._last = None
+def on_first(value: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Return a common parameter whose gradient, common here, will be summed over the ranks."""
+    return call_function(_OnFirst, value, wire)
