@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,13 @@ KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", {**SIZES, "image_size": 8, "patch_size": 4}),
 }
 
+DEEP: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"n_layer": 10},
+    "llama": {"num_hidden_layers": 10},
+    "t5": {"num_layers": 5},
+}
+"""Changes that give a model as many modules as the largest number of stages here, which is 12."""
+
 CASES = [
     ("gpt2", Pipeline(degree=3, microbatches=4, schedule="zbh1")),
     ("gpt2", Pipeline(degree=2, microbatches=2, schedule="interleaved", chunks=2)),
@@ -72,9 +80,12 @@ CASES = [
 ]
 
 
-def build(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+def build(
+    kind: str, rows: int = 5, changes: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     """Return a small model in fp64 and the batches of three steps, all as keyword arguments."""
     model_class, config_class, fields = KINDS[kind]
+    fields = {**fields, **(changes or {})}
     library = importlib.import_module("transformers")
     model = getattr(library, model_class)(getattr(library, config_class)(**fields)).double().train()
     randomise(model, seed=3)
@@ -85,7 +96,7 @@ def build(kind: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
             images = torch.randn(5, 3, 8, 8, generator=source, dtype=torch.float64)
             batches.append({"pixel_values": images, "labels": torch.tensor([0, 1, 1, 0, 1])})
             continue
-        ids = torch.randint(3, 31, (5, 7), generator=source)
+        ids = torch.randint(3, 31, (rows, 7), generator=source)
         mask = torch.ones_like(ids)
         mask[1, 5:] = 0
         labels = ids.masked_fill(mask == 0, -100)
@@ -98,9 +109,11 @@ def count_labels(batch: Mapping[str, torch.Tensor]) -> float:
     return float((batch["labels"] != -100).sum())
 
 
-def train(kind: str, piece: Pipeline) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    kind: str, piece: Pipeline, rows: int = 5, changes: Mapping[str, Any] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train three clipped steps."""
-    model, batches = build(kind)
+    model, batches = build(kind, rows, changes)
     registry = Registry.isolated({"pipeline": plugin})
     booster = Booster(piece, precision="fp64", max_grad_norm=0.5, registry=registry)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -125,6 +138,52 @@ def test_numbers_are_those_of_one_rank(kind: str, piece: Pipeline) -> None:
         assert losses == pytest.approx(expected[0], rel=1e-6)
         for name, value in weights.items():
             assert torch.allclose(value, expected[1][name], rtol=0, atol=1e-10), name
+
+
+def train_often(
+    kind: str, degree: int, schedule: str, chunks: int, numbers: tuple[int, ...]
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Train a deep model anew with each number of micro-batches."""
+    pieces = [
+        Pipeline(degree=degree, microbatches=number, schedule=schedule, chunks=chunks) for number in numbers
+    ]
+    return [train(kind, piece, 9, DEEP[kind]) for piece in pieces]
+
+
+@functools.cache
+def deep_reference(kind: str, number: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the run of one stage."""
+    return run_ranks(train_often, 1, kind, 1, "1f1b", 1, (number,), timeout_seconds=100)[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("zbh1", 1),
+        ("zbv", 2),
+    ],
+)
+@pytest.mark.parametrize("kind", list(DEEP))
+def test_numbers_are_those_of_one_rank_with_any_number_of_micro_batches(
+    kind: str, schedule: str, chunks: int, degree: int
+) -> None:
+    """Every schedule on 2, 3 and 4 ranks, with 1 to 3 stages on each, and 1 to 2p + 1 micro-batches."""
+    numbers = tuple(range(1, 2 * degree + 2))
+    ranks = run_ranks(train_often, degree, kind, degree, schedule, chunks, numbers, timeout_seconds=300)
+    for runs in ranks:
+        for number, (losses, weights) in zip(numbers, runs, strict=True):
+            expected = deep_reference(kind, number)
+            assert losses == pytest.approx(expected[0], rel=1e-6), number
+            for name, value in weights.items():
+                assert torch.allclose(value, expected[1][name], rtol=0, atol=1e-10), (number, name)
 
 
 def test_one_rank_has_the_numbers_of_plain_torch() -> None:

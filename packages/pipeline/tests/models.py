@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,12 +60,12 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """A residual network whose last stage also looks at what its stem saw."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, 1, 1)
         self.norm = nn.BatchNorm2d(4)
-        self.low = nn.Sequential(Residual(4, 4), Residual(4, 4))
-        self.high = nn.Sequential(Residual(4, 6, 2), Residual(6, 6))
+        self.low = nn.Sequential(*(Residual(4, 4) for _ in range(depth)))
+        self.high = nn.Sequential(Residual(4, 6, 2), *(Residual(6, 6) for _ in range(depth - 1)))
         self.skip = nn.Conv2d(4, 6, 1, 2)
         self.head = nn.Linear(6, 3)
 
@@ -164,18 +165,18 @@ def build_tied() -> Run:
     return build_gpt(tied=True)
 
 
-def build_resnet() -> Run:
-    """Build the residual network."""
-    model = ResNet().double()
+def build_resnet(*, depth: int = 2) -> Run:
+    """Build the residual network, with a number of blocks on each of its two widths."""
+    model = ResNet(depth).double()
     randomise(model, seed=4)
     draw = _draw(6)
     batches = [(draw(9, 2, 6, 6), draw(9, 3)) for _ in range(3)]
     return Run(model=model, criterion=nn.MSELoss(), batches=batches)
 
 
-def build_widths(*, dropout: float = 0.0) -> Run:
+def build_widths(*, depth: int = 5, dropout: float = 0.0) -> Run:
     """Build the model of dicts; a batch is one mapping, whose criterion weighs each sample."""
-    model = WidthsOfBatch(dropout=dropout).double()
+    model = WidthsOfBatch(depth=depth, dropout=dropout).double()
     randomise(model, seed=5)
     draw = _draw(7)
     batches = [
@@ -195,4 +196,8 @@ BUILDERS: Mapping[str, Callable[[], Run]] = {
     "gpt-tied": build_tied,
     "resnet": build_resnet,
     "widths": build_widths,
+    # With as many items as the largest number of stages in tests, which is 12.
+    "resnet-deep": functools.partial(build_resnet, depth=4),
+    "widths-deep": functools.partial(build_widths, depth=9),
+    "dropout-deep": functools.partial(build_widths, depth=9, dropout=0.4),
 }

@@ -8,19 +8,28 @@ computed twice, whatever the operation; and gradients arrive at weights as in an
 Only weights of two dims or more wait for the second half: biases and scales cost little. So do weights
 that are used several times in a stage, whose nodes lie behind each other.
 
+# Note [What waits between the halves]
+A node that runs again needs what it saved and what reached it: the input of a product and the gradient of its
+output. All else is let go of as soon as the first half has passed, though nodes live on, since those above
+hold those below. So a micro-batch holds no more between the halves than before the first one, wherever
+products' outputs are saved by what follows them, as in front of activations and attention.
+
 Source: Qi et al., *Zero Bubble Pipeline Parallelism*, 2024 (arXiv 2401.10241).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from attrs import define, field, frozen
 from torch.autograd.graph import GradientEdge
 
+from colossal_core.errors import ColossalError
 from colossal_pipeline.stages import Entry
 
 __all__ = ["SplitBackward"]
@@ -38,13 +47,11 @@ class _Seam:
         node: The node.
         weights: Leaves that hang from it.
         gradients: What reached it in the first half.
-        handle: The hook that keeps that.
     """
 
     node: _Node
     weights: list[torch.Tensor]
     gradients: Sequence[torch.Tensor | None] = ()
-    handle: Any = None
 
 
 @frozen(eq=False)
@@ -96,8 +103,13 @@ class SplitBackward:
         if not path:
             return
         at_once = self._find_seams(reach)
-        for seam in self._seams:
-            seam.handle = seam.node.register_prehook(_keep_in(seam))
+        again = {seam.node for seam in self._seams}
+        handles = [seam.node.register_prehook(_keep_in(seam)) for seam in self._seams]
+        handles += [
+            node.register_hook(functools.partial(_let_go, node))
+            for node in reach.inputs
+            if node not in again and _slots_of(type(node))
+        ]
         try:
             torch.autograd.backward(
                 [edge for edge, _ in path],
@@ -106,8 +118,8 @@ class SplitBackward:
                 inputs=[self.anchor, *at_once],
             )
         finally:
-            for seam in self._seams:
-                seam.handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def weights(self) -> None:
         """Bring gradients to the weights that waited, and let go of the graph."""
@@ -149,6 +161,31 @@ class SplitBackward:
             if late:
                 self._seams.append(_Seam(node, late))
         return at_once
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names under which nodes of a kind show what they saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _let_go(node: _Node, *_: Any) -> None:
+    """Free what a node has saved, which never runs again; see Note [What waits between the halves]."""
+    for name in _slots_of(type(node)):
+        slot = getattr(node, name)
+        for saved in slot if isinstance(slot, tuple | list) else (slot,):
+            # Refused where nothing was saved, or where hooks of somebody else keep it elsewhere already.
+            with contextlib.suppress(RuntimeError):
+                saved.register_hooks(_forget, _miss)
+
+
+def _forget(_: torch.Tensor) -> None:
+    """Keep nothing of a saved tensor."""
+
+
+def _miss(_: None) -> NoReturn:
+    """Refuse to bring back what is gone; only a second backward over the same path would ask."""
+    raise ColossalError("a stage runs backward over a path whose tensors are freed", hint="report this")
 
 
 def _keep_in(seam: _Seam) -> Any:
