@@ -63,7 +63,7 @@ def peaks_of_schedule(schedule: str, chunks: int, microbatches: int) -> int:
 
 
 def test_live_activations_are_those_of_the_tables() -> None:
-    """In units of a rank's share for one micro-batch: gpipe m, 1f1b p - s, zbh1 and zbv p, and interleaved."""
+    """In units of a share of a rank for one micro-batch: gpipe m, 1f1b p - s, zbh1 and zbv p; interleaved."""
     p = DEGREE
     few = run_ranks(peaks_of_schedule, p, "gpipe", 1, 3)
     many = run_ranks(peaks_of_schedule, p, "gpipe", 1, MICROBATCHES)
