@@ -24,6 +24,8 @@ SIZE = 12288
 """Bytes that a content of ``NUMEL`` fp32 takes: three pages."""
 
 TIER_NAMES = ("device", "host", "disk")
+FITTING = {"device": 1, "host": 2, "disk": 1}
+"""How many of the two contents of the machine fit into each tier."""
 
 
 @pytest.fixture
@@ -77,18 +79,18 @@ class Copies:
 
 
 class ContentMachine(RuleBasedStateMachine):
-    """Three contents in three tiers with room for two, beside a model of what they should be."""
+    """Two contents in tiers of which only one has room for both, beside a model of what they should be."""
 
     def __init__(self) -> None:
         """Make tiers and contents."""
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.device = Arena("device", budget=2 * SIZE)
-        self.host = Arena("host", budget=2 * SIZE)
-        self.disk = Disk(self.folder.name, budget=2 * SIZE)
+        self.device = Arena("device", budget=FITTING["device"] * SIZE)
+        self.host = Arena("host", budget=FITTING["host"] * SIZE)
+        self.disk = Disk(self.folder.name, budget=FITTING["disk"] * SIZE)
         self.tiers = Tiers(self.device, self.host, self.disk)
         self.by_name: dict[str, Tier] = dict(zip(TIER_NAMES, self.tiers.ordered, strict=True))
-        homes = TIER_NAMES
+        homes = ("host", "disk")
         self.contents = [make_content(self.tiers, self.by_name[home], f"of {home}") for home in homes]
         self.copies = [Copies(home) for home in homes]
         self.moved: dict[tuple[str, str], int] = {}
@@ -104,7 +106,7 @@ class ContentMachine(RuleBasedStateMachine):
 
     def has_budget(self, name: str) -> bool:
         """Return whether a tier has room for one more content."""
-        return sum(name in copies.room for copies in self.copies) < 2
+        return sum(name in copies.room for copies in self.copies) < FITTING[name]
 
     def arena(self, name: str) -> Arena:
         """Return a tier of memory."""
@@ -127,7 +129,7 @@ class ContentMachine(RuleBasedStateMachine):
         self.moved[pair] = self.moved.get(pair, 0) + 4 * NUMEL
         return None
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES[:2]), is_written=st.booleans())
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES[:2]), is_written=st.booleans())
     def touch_and_write(self, index: int, name: str, *, is_written: bool) -> None:
         """Write something new in a tier, or only ask for the memory."""
         content, copies = self.contents[index], self.copies[index]
@@ -147,7 +149,7 @@ class ContentMachine(RuleBasedStateMachine):
         copies.number, copies.valid, copies.coming = self.written, {name}, None
         copies.room &= {name, copies.home}
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES))
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES))
     def start(self, index: int, name: str) -> None:
         """Begin to have a copy."""
         error = self.expect_copy(self.copies[index], name)
@@ -157,7 +159,7 @@ class ContentMachine(RuleBasedStateMachine):
             with pytest.raises(error):
                 self.contents[index].start(self.by_name[name])
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES))
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES))
     def bring(self, index: int, name: str) -> None:
         """Have a copy."""
         copies = self.copies[index]
@@ -171,7 +173,7 @@ class ContentMachine(RuleBasedStateMachine):
             with pytest.raises(error):
                 self.contents[index].bring(self.by_name[name])
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES[:2]))
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES[:2]))
     def write_without_asking(self, index: int, name: str) -> None:
         """Announcing what cannot have been written is refused, and changes nothing."""
         copies = self.copies[index]
@@ -179,7 +181,7 @@ class ContentMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError, match=r"wrote\("):
                 self.contents[index].wrote(self.arena(name))
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES))
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES))
     def drop(self, index: int, name: str) -> None:
         """Drop a copy, unless it is the last."""
         copies = self.copies[index]
@@ -193,7 +195,7 @@ class ContentMachine(RuleBasedStateMachine):
         copies.valid.discard(name)
         copies.room.discard(name)
 
-    @rule(index=st.integers(0, 2), keep=st.sampled_from([None, *TIER_NAMES]))
+    @rule(index=st.integers(0, 1), keep=st.sampled_from([None, *TIER_NAMES]))
     def settle(self, index: int, keep: str | None) -> None:
         """Send a content home."""
         content, copies = self.contents[index], self.copies[index]
@@ -210,7 +212,7 @@ class ContentMachine(RuleBasedStateMachine):
         copies.valid &= stays
         copies.room &= stays
 
-    @rule(index=st.integers(0, 2), name=st.sampled_from(TIER_NAMES))
+    @rule(index=st.integers(0, 1), name=st.sampled_from(TIER_NAMES))
     def move_home(self, index: int, name: str) -> None:
         """Let a content live elsewhere."""
         content, copies = self.contents[index], self.copies[index]
@@ -227,7 +229,7 @@ class ContentMachine(RuleBasedStateMachine):
         copies.home = name
 
     @precondition(lambda self: self.written > 3)
-    @rule(index=st.integers(0, 2))
+    @rule(index=st.integers(0, 1))
     def discard(self, index: int) -> None:
         """Forget a content."""
         copies = self.copies[index]
@@ -241,6 +243,7 @@ class ContentMachine(RuleBasedStateMachine):
             for name, tier in self.by_name.items():
                 assert content.is_valid(tier) == (name in copies.valid)
                 assert content.has_room(tier) == (name in copies.room)
+                assert content.is_coming(tier) == (copies.coming is not None and copies.coming[1] == name)
                 assert content.room_needed(tier) == (0 if name in copies.room else SIZE)
                 if isinstance(tier, Arena) and content.is_valid(tier):
                     assert reads(content, tier, copies.number)
@@ -248,7 +251,7 @@ class ContentMachine(RuleBasedStateMachine):
             assert content.home is self.by_name[copies.home]
         for name, tier in self.by_name.items():
             assert tier.used == SIZE * sum(name in copies.room for copies in self.copies)
-            assert tier.used <= tier.peak <= 2 * SIZE
+            assert tier.used <= tier.peak <= FITTING[name] * SIZE
         assert self.tiers.moved == self.moved
 
 
@@ -270,6 +273,22 @@ def test_a_clean_copy_goes_without_a_transfer(tiers: Tiers) -> None:
 
     assert tiers.moved == before == {("host", "device"): 4 * NUMEL}
     assert tiers.device.used == 0
+    content.close()
+
+
+def test_a_copy_on_its_way_is_stale_once_something_new_was_written(tiers: Tiers) -> None:
+    """A write back that was begun before an update does not count as one of what the update wrote."""
+    assert tiers.disk is not None
+    content = make_content(tiers, tiers.disk)
+    write(content, tiers.host, 1)
+    content.start(tiers.disk)
+
+    write(content, tiers.device, 2)
+    assert not content.is_coming(tiers.disk)
+    content.settle()
+    content.bring(tiers.host)
+
+    assert reads(content, tiers.host, 2)
     content.close()
 
 

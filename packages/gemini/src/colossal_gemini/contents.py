@@ -346,14 +346,8 @@ class Content:
     def _launch(self, target: Tier, *, is_waited_for: bool) -> None:
         """Take the room and begin a transfer, or carry it out where nothing is gained by a thread."""
         source = self._source(target)
-        had_room = self.has_room(target)
         self._take_room(target)
-        try:
-            transfer = self._begin(source, target, is_waited_for=is_waited_for)
-        except BaseException:
-            if not had_room:
-                self._give_room(target)
-            raise
+        transfer = self._begin(source, target, is_waited_for=is_waited_for)
         self.tiers.count(source, target, self.nbytes)
         if transfer is None:
             self._valid.add(target)
