@@ -347,6 +347,53 @@ def test_averages_are_those_of_whole_parameters(stage: Stage, precision: str, to
             assert_close(value, wanted, "average", tolerance)
 
 
+def look_at_averages(piece: Zero) -> dict[str, tuple[bool, str]]:
+    """Read parameters while averages are shown, then edit one; tell what came back, and the error."""
+    found = {}
+    for precision in ("fp64", "fp32", "bf16", "fp16"):
+        model = build("adapted") if precision == "fp64" else build("adapted").float()
+        booster = Booster(piece, precision=precision)
+        model, optimizer = booster.boost(model, sgd(model))
+        mean = booster.average(model, 0.5)
+        outputs = model(
+            batch_of(dist.get_rank(), 0).to(torch.float64 if precision == "fp64" else torch.float32)
+        )
+        booster.backward(outputs.square().mean())
+        optimizer.step()
+        with booster.full_parameters(model) as full:
+            before = {name: value.clone() for name, value in full.items()}
+        with mean.applied(), booster.full_parameters(model) as full:
+            assert all(bool(value.isfinite().all()) for value in full.values())
+        with booster.full_parameters(model) as full:
+            same = all(torch.equal(value, before[name]) for name, value in full.items())
+        error = ""
+        try:
+            with mean.applied(), booster.full_parameters(model) as full:
+                full["adapters.0.weight"].add_(1.0)
+        except UsageError as err:
+            error = str(err)
+        found[precision] = same, error
+    return found
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Zero(stage=1),
+        Zero(stage=2, gather="forward"),
+        Zero(stage=2, offload="optimizer"),
+        Zero(stage=3),
+        Zero(stage=3, offload="optimizer"),
+    ],
+)
+def test_averages_may_be_read_whole_and_not_edited(piece: Zero) -> None:
+    """Reading is no change, whatever keeps masters; an edit would be lost, and is an error."""
+    for found in run_ranks(look_at_averages, 2, piece):
+        for precision, (same, error) in found.items():
+            assert same, precision
+            assert "'adapters.0.weight' was changed" in error, precision
+
+
 def train_from(root: Path, stage: Stage, steps: range) -> dict[str, torch.Tensor]:
     """Load what is there, train some steps with Adam, save, and return the weights."""
     model = build("tied")

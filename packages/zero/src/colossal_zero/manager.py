@@ -102,6 +102,11 @@ class ZeroManager(AbstractDividedManager):
 
         return updated
 
+    def publish_values(self) -> None:
+        """Narrow masters into values, and have those of others here: torch counts that as writing."""
+        super().publish_values()
+        self._late.settle()
+
     def _take_edits(self, owned: Owned) -> None:
         """Have the values here before edits are looked for."""
         self._late.settle()

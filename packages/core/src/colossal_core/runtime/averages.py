@@ -7,7 +7,7 @@ these: divided like them, updated without communication, and shown by exchanging
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -36,13 +36,21 @@ class Average:
         is_shown: Whether the model computes with it at this moment.
     """
 
-    def __init__(self, places: Sequence[Place], decay: float, publish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        decay: float,
+        publish: Callable[[], None],
+        parameters: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
         """Start from the current values.
 
         Args:
             places: Where the most that is known of each parameter lives on this rank.
             decay: Weight of the past.
             publish: Lets the model compute with what these places hold; collective.
+            parameters: Names and parameters of the model, the same on all ranks: an edit of any is an error
+                on every rank, whoever keeps it.
 
         Raises:
             UsageError: ``decay`` is outside ``[0, 1)``.
@@ -55,6 +63,7 @@ class Average:
         self._publish = publish
         self._places = [place for place in places if place.tensor.is_floating_point()]
         self._sources = [place.tensor for place in self._places]
+        self._watched = [*parameters, *((place.key[1], place.tensor) for place in self._places)]
         self._averages = [_wide_copy(place) for place in self._places]
         self._are_here = all(place.home is None for place in self._places)
 
@@ -84,16 +93,16 @@ class Average:
         """
         kept = [_copy(place) for place in self._places]
         self._exchange(self._averages)
-        versions = [source._version for source in self._sources]
+        versions = [tensor._version for _, tensor in self._watched]
         self.is_shown = True
         try:
             yield
         finally:
             self.is_shown = False
             changed = [
-                place.key[1]
-                for place, source, version in zip(self._places, self._sources, versions, strict=True)
-                if source._version != version
+                name
+                for (name, tensor), version in zip(self._watched, versions, strict=True)
+                if tensor._version != version
             ]
             self._exchange(kept)
         if changed:

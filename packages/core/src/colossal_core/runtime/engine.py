@@ -230,7 +230,8 @@ class Engine:
         mine = set(model.parameters())
         table = self.context.table
         places = [place for place in self.manager.kept_places() if table.tensor(table[place.key]) in mine]
-        average = Average(places, decay, self.manager.publish_values)
+        parameters = [(entry.name, parameter) for entry, parameter in table.parameters() if parameter in mine]
+        average = Average(places, decay, self.manager.publish_values, parameters)
         followed = {
             index
             for index, optimizer in enumerate(self.optimizers)

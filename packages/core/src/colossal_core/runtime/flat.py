@@ -165,7 +165,7 @@ class FlatBuffer:
         self.gradients = torch.empty(0, dtype=kind.dtype, device=self.device)
         self.value_memory: Memory | None = None
         self.gradient_memory: Memory | None = None
-        self._lacks_gradients = False
+        self._own_gradients = self.gradients
         self._versions: list[int] = []
 
     def take_values(self, *, master: torch.Tensor | None = None, start: int = 0) -> None:
@@ -234,7 +234,9 @@ class FlatBuffer:
                 wide, values = master[first - start : last - start], self.values[first:last]
                 # Elsewhere the master keeps the bits that the narrow value does not have.
                 here = wide.to(values.device)
-                wide.copy_(torch.where(here.to(values.dtype) != values, values.to(here.dtype), here))
+                differs = here.to(values.dtype) != values
+                if bool(differs.any()):  # otherwise its version would say that it was written
+                    wide.copy_(torch.where(differs, values.to(here.dtype), here))
         self.note_versions()
         return found
 
@@ -268,6 +270,7 @@ class FlatBuffer:
             self.gradients = self.gradient_memory.tensor
         else:
             self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
+        self._own_gradients = self.gradients
         self.tail.zero_()
 
     def release_values(self) -> None:
@@ -290,17 +293,15 @@ class FlatBuffer:
         if self.gradient_memory is not None:
             self.gradient_memory.release()
         else:
-            self.gradients.untyped_storage().resize_(0)
-        self._lacks_gradients = True
+            self._own_gradients.untyped_storage().resize_(0)
 
     def restore_gradients(self) -> None:
         """Have memory for the gradients again, with undefined content."""
-        if self._lacks_gradients:
-            self._lacks_gradients = False
-            if self.gradient_memory is not None:
-                self.gradient_memory.acquire()
-            else:
-                self.gradients.untyped_storage().resize_(self.message_numel * self.kind.dtype.itemsize)
+        storage = self._own_gradients.untyped_storage()
+        if self.gradient_memory is not None:
+            self.gradient_memory.acquire()
+        elif storage.nbytes() == 0:
+            storage.resize_(self.message_numel * self.kind.dtype.itemsize)
 
     @property
     def early_divisor(self) -> int:

@@ -215,6 +215,7 @@ class AbstractFlatManager(AbstractMemoryManager):
         """Send what the other ranks wait for in :meth:`finish`, and close the window without gradients."""
         owned = self._owned[optimizer]
         if not any(lane.is_reduced for lane in owned.window.lanes):
+            owned.window.release_cleared()
             return
         self._finish(optimizer, 2.0, clears=True)
         owned.window.discard()
@@ -394,8 +395,13 @@ class AbstractFlatManager(AbstractMemoryManager):
 
     @staticmethod
     def _gradient_places(owned: Owned) -> list[Place]:
-        """Return where the gradients of one optimizer's parameters are."""
-        return [place for held in owned.ranges for place in held.places("gradient", held.gradient)]
+        """Return where the gradients of one optimizer's parameters are, as far as they have memory."""
+        return [
+            place
+            for held in owned.ranges
+            if held.gradient.untyped_storage().nbytes()
+            for place in held.places("gradient", held.gradient)
+        ]
 
     def state(self, optimizer: int) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the optimizer's state by parameter; no communication."""

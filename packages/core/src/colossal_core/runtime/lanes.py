@@ -178,6 +178,10 @@ class AbstractLane(ABC):
         """Take the hint that a backward outside all holds has ended."""
         return
 
+    def release_cleared(self) -> None:
+        """Give the memory of gradients back that the user cleared after a step, where that is possible."""
+        return
+
     # --- in step --------------------------------------------------------------------------------------------
 
     @abstractmethod

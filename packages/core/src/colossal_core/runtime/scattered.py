@@ -11,19 +11,25 @@ far, and those that keep it; and it counts the ranks that start another round. W
 with zeros, so ranks may call backward a different number of times. It leaves when the next backward starts,
 or reaches a buffer that has left, or in ``step()``.
 
-Nothing is waited for inside backward, since that could deadlock with collectives of the model itself. What
-arrives while the memory of its buffer is still on its way is kept aside, and a round that cannot be closed
-yet is *owed*: where rounds begin and end follows from what the user does, never from how fast messages are,
-so that ranks which do the same agree about what was cleared in which round.
+Nothing is waited for inside backward, since that could deadlock with collectives of the model itself, or
+with those that a rank with fewer passes calls before its step. Where rounds begin and end, and what is added
+to what in which order, follows from what the user does, never from how fast messages are: so a run has the
+same bits each time, and ranks which do the same agree about what was cleared in which round.
 
 # Note [Memory of a round]
+A message owns the memory that it was sent from until it has come back. When the next round reaches the same
+buffer before, that round gets fresh memory, which costs a rank as many gradients as it is rounds ahead; so a
+rank that is far ahead gives the others some time at the end of its backward, but does not insist.
+
 A lane that reduces every backward gives the memory of a buffer's unreduced gradients back as soon as its
 result is there, by resizing the storage: the views of it stay valid objects, which nobody reads meanwhile.
-A lane that reduces once per window keeps that memory, and its shards are parts of it.
+A lane that reduces once per window keeps that memory, and its shards are parts of it. When the user has
+cleared the gradients after a step, all of it is given back until backward needs it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
@@ -32,10 +38,10 @@ import torch
 from attrs import define
 
 from colossal_core.runtime.lanes import PHASE, AbstractLane, Terms
+from colossal_core.runtime.shard import Shard
 
 if TYPE_CHECKING:
     from colossal_core.runtime.collectives import Collectives, Pending
-    from colossal_core.runtime.flat import FlatBuffer, Slot
     from colossal_core.runtime.mesh import Group
     from colossal_core.runtime.touch import Change, Touch
 
@@ -44,55 +50,15 @@ __all__ = ["ScatteredLane", "Shard"]
 _BITS = 15
 """Bits of one count in a closing message: four counts of up to 32767 ranks fit into 63 bits."""
 
+MAX_ROUNDS_AHEAD = 2
+"""How many rounds a rank may be ahead of the others before it gives them time."""
 
-@define(eq=False)
-class Shard:
-    """This rank's part of the reduced gradients of one buffer.
+PATIENCE_SECONDS = 0.5
+"""How long it does so, once per window: ranks that run fewer passes answer in ``step()`` only."""
 
-    Attributes:
-        buffer: The buffer.
-        start: First element of the part in the buffer.
-        gradient: The part, 1-D, ``span_numel`` elements; the same tensor for as long as the buffer lives.
-        is_inside: Whether it is a view of the buffer's own gradients.
-        total: What earlier rounds left, in fp32 at least; None while there is nothing to add to.
-        has_result: Whether a round of this window left a result in ``gradient``.
-    """
-
-    buffer: FlatBuffer
-    start: int
-    gradient: torch.Tensor
-    is_inside: bool
-    total: torch.Tensor | None = None
-    has_result: bool = False
-
-    def receive(self) -> torch.Tensor:
-        """Return where the result of the next round goes."""
-        return self.gradient if self.total is None else torch.empty_like(self.gradient)
-
-    def take(self, result: torch.Tensor) -> None:
-        """Keep the result of a round, which lies where :meth:`receive` said."""
-        if result is self.gradient:
-            self.has_result = True
-        elif self.total is not None:
-            self.total.add_(result)
-
-    def keep(self) -> None:
-        """Let what is there be added to, and its memory be used for the next round."""
-        if self.has_result and self.total is None:
-            wide = torch.promote_types(self.gradient.dtype, torch.float32)
-            stays = not self.is_inside and self.gradient.dtype == wide
-            self.total = self.gradient if stays else self.gradient.to(wide, copy=True)
-
-    def settle(self) -> None:
-        """Bring the total of several rounds into the gradient."""
-        if self.total is not None and self.total is not self.gradient:
-            self.gradient.copy_(self.total)
-        self.total, self.has_result = None, False
-
-    def part_of(self, slot: Slot) -> torch.Tensor:
-        """Return what this rank holds of a parameter; may be empty."""
-        first, last = slot.within(self.start, self.start + self.gradient.numel())
-        return (self.gradient if self.total is None else self.total)[first - self.start : last - self.start]
+MAX_MESSAGES = 4
+"""How many buffers may be on their way when ``step()`` sends many: each has its memory twice, as sent and as
+received."""
 
 
 @define(eq=False)
@@ -103,12 +69,14 @@ class _Message:
         index: The buffer; None for a closing message.
         pending: The collective.
         result: What it leaves.
+        content: The memory that it was sent from.
         is_first: Whether a closing message is the first of its window.
     """
 
     index: int | None
     pending: Pending
     result: torch.Tensor
+    content: torch.Tensor
     is_first: bool = False
 
 
@@ -147,6 +115,9 @@ class ScatteredLane(AbstractLane):
         self._each_backward = each_backward
         self._on_their_way: deque[_Message] = deque()
         self._busy: set[int] = set()
+        self._lent: set[int] = set()
+        self._places = [shard.buffer.gradients for shard in shards]
+        self._is_patient = True
         self._flags: set[Touch] = set()
         self._held: set[Touch] = set()
         self._kept: set[Touch] = set()
@@ -160,7 +131,9 @@ class ScatteredLane(AbstractLane):
         self._goes_on = False
         self._set_up(group, [shard.buffer for shard in shards], collectives, terms)
         self._all = [touch for touches in self.touches for touch in touches]
-        self._give_memory_back()
+        for shard in shards:  # no memory before there are gradients
+            shard.release()
+            shard.buffer.release_gradients()
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -179,15 +152,15 @@ class ScatteredLane(AbstractLane):
         self._begin()
         self._observe(touch)
         if self._on_their_way:
-            self._collect(waits=False)
+            self._collect_done()
         if self._has_ended:
             self._has_ended = False
             self._num_owed += 1
             self._count_anew()
         elif self._num_owed == 0 and (index < self.next or touch.withdraws):
             self._num_owed = 1
-        if self._num_owed:
-            self._pay_rounds()
+        while self._num_owed and self._may_launch:
+            self._close()
         target = None
         if self._receives(index, touch):
             self._fold(index, touch)
@@ -228,9 +201,10 @@ class ScatteredLane(AbstractLane):
         is_over = all(touch.num_touches >= (touch.num_predicted or 0) for touch in self._all)
         if self._each_backward and has_begun and is_over and self._may_launch:
             self._has_ended = True
-            self._collect(waits=False)
-            while self.next < len(self.buffers) and self.next not in self._busy:
+            self._collect_done()
+            while self.next < len(self.buffers):
                 self._launch_next()
+            self._give_others_time()
 
     # --- in step --------------------------------------------------------------------------------------------
 
@@ -244,8 +218,9 @@ class ScatteredLane(AbstractLane):
         self._begin()
         self._goes_on = True
         while self._goes_on:
-            self._close()
-            self._collect(waits=True)
+            self._close(waits=True)
+            while self._on_their_way:
+                self._collect_first()
         for shard in self._shards:
             shard.settle()
         self._add_copies()
@@ -278,8 +253,11 @@ class ScatteredLane(AbstractLane):
             touch.num_touches = touch.num_most = 0
             touch.late, touch.wide = None, None
             touch.was_sent = touch.withdraws = False
-        for shard in self._shards:
+        for index, shard in enumerate(self._shards):
             shard.settle()
+            if not self._each_backward and shard.buffer.gradients is not self._places[index]:
+                self._move(index, self._places[index])
+        self._is_patient = True
         self._flags.clear()
         self._held.clear()
         self._kept.clear()
@@ -290,6 +268,14 @@ class ScatteredLane(AbstractLane):
         self.next, self.is_reduced = 0, False
         self.disputed.clear()
         self.predict()
+
+    def release_cleared(self) -> None:
+        """Give the memory of gradients back that the user cleared after a step."""
+        if self._begun:
+            return
+        for shard, touches in zip(self._shards, self.touches, strict=True):
+            if all(touch.is_cleared for touch in touches):
+                shard.release()
 
     # --- what arrives ---------------------------------------------------------------------------------------
 
@@ -353,13 +339,40 @@ class ScatteredLane(AbstractLane):
 
     def _receives(self, index: int, touch: Touch) -> bool:
         """Whether a gradient can be put into its buffer now."""
-        is_free = index >= self.next and index not in self._busy
-        return is_free and self._num_owed == 0 and not touch.withdraws and not self.is_reduced
+        is_open = index >= self.next and self._num_owed == 0
+        return is_open and not touch.withdraws and not self.is_reduced
 
     def _make_room(self, index: int) -> None:
-        """Make sure that the memory of unreduced gradients is there and free."""
-        self._shards[index].keep()
-        self.buffers[index].restore_gradients()
+        """Make sure that there is memory for unreduced gradients which no message uses."""
+        buffer, place = self.buffers[index], self._places[index]
+        if index in self._busy and index in self._lent:
+            self._move(index, torch.empty_like(place))
+        elif index in self._busy:
+            buffer.restore_gradients()
+            self._move(index, place)
+        self._busy.discard(index)
+        if buffer.gradients is place:
+            self._shards[index].keep()
+            buffer.restore_gradients()
+
+    def _take_back(self, index: int, content: torch.Tensor) -> None:
+        """Have the memory again that a message was sent from."""
+        buffer, place = self.buffers[index], self._places[index]
+        if content is not place:  # a buffer whose last message it was stays busy, and moves to its place then
+            content.untyped_storage().resize_(0)
+            return
+        self._lent.discard(index)
+        if buffer.gradients is place:
+            self._busy.discard(index)
+        if self._each_backward:
+            buffer.release_gradients()
+
+    def _move(self, index: int, memory: torch.Tensor) -> None:
+        """Let unreduced gradients of one buffer be in other memory from here on."""
+        buffer = self.buffers[index]
+        buffer.gradients = memory
+        for touch in self.touches[index]:
+            touch.view.data = buffer.gradient_view(touch.slot)
 
     def _fold(self, index: int, touch: Touch) -> None:
         """Put what was kept aside into the buffer."""
@@ -371,13 +384,12 @@ class ScatteredLane(AbstractLane):
     # --- rounds ---------------------------------------------------------------------------------------------
 
     def _launch_ready(self) -> None:
-        """Launch, in order, every complete buffer whose memory is free."""
+        """Launch, in order, every complete buffer."""
         while (
             self._may_launch
             and (self._each_backward or self._is_first_round)
             and self.next < len(self.buffers)
             and self.waiting[self.next] == 0
-            and self.next not in self._busy
         ):
             self._launch_next()
 
@@ -398,21 +410,20 @@ class ScatteredLane(AbstractLane):
                 touch.view.zero_()
         output = shard.receive()
         pending = self._collectives.reduce_scatter(output, buffer.gradients, self.group, phase=PHASE)
-        self._on_their_way.append(_Message(index, pending, output))
+        self._on_their_way.append(_Message(index, pending, output, buffer.gradients))
         self._busy.add(index)
+        if buffer.gradients is self._places[index]:
+            self._lent.add(index)
         self.next += 1
 
-    def _pay_rounds(self) -> None:
-        """Close the rounds that are owed, as far as nothing has to be waited for."""
-        while (
-            self._num_owed and self._may_launch and self._busy.isdisjoint(range(self.next, len(self.buffers)))
-        ):
-            self._close()
+    def _close(self, *, waits: bool = False) -> None:
+        """Send what the round still lacks and its closing message, and open the next; see the notes above.
 
-    def _close(self) -> None:
-        """Send what the round still lacks and its closing message, and open the next; see the notes above."""
+        Args:
+            waits: Whether to wait for earlier messages when many are on their way.
+        """
         while self.next < len(self.buffers):
-            while self.next in self._busy:
+            while waits and len(self._on_their_way) >= MAX_MESSAGES:
                 self._collect_first()
             self._launch_next()
         counts = []
@@ -425,7 +436,7 @@ class ScatteredLane(AbstractLane):
         starts_another = self._num_owed > 0 or any(touch.late is not None for touch in self._all)
         message = torch.tensor([*counts, int(starts_another)], device=self.buffers[0].device)
         pending = self._collectives.all_reduce(message, self._everyone, phase=PHASE)
-        self._on_their_way.append(_Message(None, pending, message, self._is_first_round))
+        self._on_their_way.append(_Message(None, pending, message, message, self._is_first_round))
         self._flags.clear()
         self._is_first_round = False
         self._num_owed = max(self._num_owed - 1, 0)
@@ -439,10 +450,23 @@ class ScatteredLane(AbstractLane):
 
     # --- what comes back ------------------------------------------------------------------------------------
 
-    def _collect(self, *, waits: bool) -> None:
-        """Process what has come back, in the order in which it was sent."""
-        while self._on_their_way and (waits or self._on_their_way[0].pending.is_done()):
+    def _collect_done(self) -> None:
+        """Process what has come back; changes no numbers, and gives memory back early."""
+        while self._on_their_way and self._on_their_way[0].pending.is_done():
             self._collect_first()
+
+    def _give_others_time(self) -> None:
+        """Wait a little when this rank is far ahead; see Note [Memory of a round]."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._is_patient and self._num_ahead > MAX_ROUNDS_AHEAD:
+            time.sleep(1e-3)
+            self._collect_done()
+            self._is_patient = time.monotonic() < deadline
+
+    @property
+    def _num_ahead(self) -> int:
+        """Rounds that this rank has closed and others have not."""
+        return sum(message.index is None for message in self._on_their_way)
 
     def _collect_first(self) -> None:
         """Wait for the oldest message, and process it."""
@@ -452,10 +476,8 @@ class ScatteredLane(AbstractLane):
             self._read_closing(message)
             return
         shard = self._shards[message.index]
-        self._busy.discard(message.index)
         shard.take(message.result)
-        if self._each_backward:
-            shard.buffer.release_gradients()
+        self._take_back(message.index, message.content)
 
     def _read_closing(self, message: _Message) -> None:
         """Learn what all ranks had, kept and withdrew."""
@@ -476,9 +498,3 @@ class ScatteredLane(AbstractLane):
                     self._reduced.discard(touch)
                     shard.part_of(touch.slot).zero_()
         self._goes_on = others > 0
-
-    def _give_memory_back(self) -> None:
-        """Hold no memory of unreduced gradients between windows, where every backward is a round."""
-        if self._each_backward:
-            for buffer in self.buffers:
-                buffer.release_gradients()

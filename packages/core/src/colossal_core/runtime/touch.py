@@ -81,6 +81,11 @@ class Touch:
         """Whether this rank sent a gradient in this window and the user cleared it since."""
         return self.was_sent and self.late_change is not None
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether there is no gradient that the user still wants."""
+        return not self.is_live or self.slot.parameter.grad is None
+
     def changed_by_user(self) -> Change | None:
         """Tell what the user did to ``p.grad`` since we last set it; None when nothing."""
         gradient = self.slot.parameter.grad

@@ -64,8 +64,10 @@ def whole_tensors(
     with torch.no_grad():
         for key in joined:
             for part in context.table[key].parts:
-                inside = Box(part.local, part.box.size).slices
-                local[key].detach()[inside].copy_(shown[key][part.box.slices])
+                held = local[key].detach()[Box(part.local, part.box.size).slices]
+                edited = shown[key][part.box.slices].to(held.dtype)
+                if not torch.equal(held, edited):  # otherwise its version would say that it was written
+                    held.copy_(edited)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

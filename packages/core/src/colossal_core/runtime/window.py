@@ -198,6 +198,11 @@ class GradientWindow:
                 touch.show_nothing()
         self.open_next()
 
+    def release_cleared(self) -> None:
+        """Give the memory of gradients back that the user cleared after a step."""
+        for lane in self.lanes:
+            lane.release_cleared()
+
     def open_next(self) -> None:
         """Close the window: what was touched predicts the next one. Gradients stay until they are cleared."""
         for lane in self.lanes:

@@ -70,7 +70,7 @@ class MemoryManagerContract(Contract, is_contract=True):
 
     @abstractmethod
     def live_bytes(self, num_elements: int, num_ranks: int) -> float:
-        """Return the bytes that one rank holds between two steps, in fp32 under AdamW.
+        """Return the bytes that one rank holds after a step, before gradients are cleared: fp32, AdamW.
 
         Args:
             num_elements: Trainable elements of the model.

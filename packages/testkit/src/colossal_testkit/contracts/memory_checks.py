@@ -82,7 +82,7 @@ class StepCost:
 @final
 @attrs.frozen(kw_only=True)
 class HeldBytes:
-    """What one rank holds between two steps.
+    """What one rank holds after a step, before gradients are cleared.
 
     Attributes:
         num_elements: Trainable elements of the serial model.
@@ -166,7 +166,7 @@ def measure_step(
 def measure_live_bytes(
     recipe: Recipe, pieces: Sequence[object], settings: Mapping[str, object], registry: MakeRegistry | None
 ) -> HeldBytes:
-    """Return what is alive between two steps besides the batches."""
+    """Return what is alive after a step besides the batches, gradients included."""
     with LiveBytes() as live:
         booster, work = boost_workload(recipe, pieces, settings, registry)
         context, manager = engine_of(booster).context, engine_of(booster).manager
@@ -316,12 +316,12 @@ def keep_training_after_release(
 
 
 def _train(booster: Booster, work: Workload) -> None:
-    """Take a step on every batch, with the Booster's backward."""
+    """Take a step on every batch, with the Booster's backward; the gradients of the last one stay."""
     for batch in work.batches:
+        work.optimizer.zero_grad()
         share = share_of(batch, booster.data_rank, booster.data_degree)
         booster.forward_backward(work.model, share, work.criterion)
         work.optimizer.step()
-        work.optimizer.zero_grad()
     gc.collect()
 
 
