@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -62,6 +63,7 @@ def peaks_of_schedule(schedule: str, chunks: int, microbatches: int) -> int:
     return peak_of(nn.Sequential(*(Perceptron() for _ in range(BLOCKS))), piece)
 
 
+@pytest.mark.timeout(90)  # six runs, each operation of which is looked at
 def test_live_activations_are_those_of_the_tables() -> None:
     """In units of a share of a rank for one micro-batch: gpipe m, 1f1b p - s, zbh1 and zbv p; interleaved."""
     p = DEGREE
@@ -69,7 +71,7 @@ def test_live_activations_are_those_of_the_tables() -> None:
     many = run_ranks(peaks_of_schedule, p, "gpipe", 1, MICROBATCHES)
     units = [(more - less) / (MICROBATCHES - 3) - BATCH_BYTES for more, less in zip(many, few, strict=True)]
 
-    expected = {
+    expected: dict[tuple[str, int], list[float]] = {
         ("1f1b", 1): [p - s for s in range(p)],
         ("interleaved", 2): [(2 * (p - s - 1) + p + 1) / 2 for s in range(p)],
         ("zbh1", 1): [p] * p,

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from colossal_core.errors import UsageError
+from colossal_pipeline import Pipeline
+from colossal_pipeline.fitting import choose
+from colossal_pipeline.measuring import Measured
 from colossal_pipeline.partition import cut_evenly, starts_of_blocks, starts_of_names
+from colossal_pipeline.schedules.one_forward_one_backward import OneForwardOneBackward
 
 
 def sums(costs: list[float], starts: tuple[int, ...]) -> list[float]:
@@ -32,6 +36,45 @@ def test_cuts_equal_brute_force(num_items: int) -> None:
             best = min(max(sums(costs, one)) for one in every)
             assert starts in every
             assert max(sums(costs, starts)) == best
+
+
+@pytest.mark.parametrize("num_items", range(1, 8))
+def test_cuts_under_a_limit_equal_brute_force(num_items: int) -> None:
+    """Of the cuts that every rank's memory allows, the fastest one; where there is none, the least limit."""
+    source = torch.Generator().manual_seed(num_items)
+    for degree in range(1, num_items + 1):
+        for _ in range(12):
+            drawn = torch.randint(0, 6, (3, num_items), generator=source).tolist()
+            items = [
+                Measured(name=f"m{n}", seconds=float(time), kept_bytes=kept, parameters={f"p{n}": held})
+                for n, (time, kept, held) in enumerate(zip(*drawn, strict=True))
+            ]
+            piece, limit = Pipeline(degree=degree, microbatches=3), 4 * num_items + 8
+            every = [(0, *rest) for rest in itertools.combinations(range(1, num_items), degree - 1)]
+            most = {one: max(bytes_of(items, one, piece)) for one in every}
+            allowed = [one for one in every if most[one] <= limit]
+
+            if not allowed:
+                with pytest.raises(UsageError, match=f"needs less than {min(most.values())} on some rank"):
+                    choose(piece, items, OneForwardOneBackward(), limit_bytes=limit, element_bytes=2)
+                continue
+            fit = choose(piece, items, OneForwardOneBackward(), limit_bytes=limit, element_bytes=2)
+
+            times = [item.seconds for item in items]
+            assert max(fit.seconds) == min(max(sums(times, one)) for one in allowed)
+            assert max(fit.rank_bytes) <= limit
+            starts = (0, *(int(str(name)[1:]) for name in fit.piece.balance))
+            assert list(fit.rank_bytes) == bytes_of(items, starts, piece)
+
+
+def bytes_of(items: list[Measured], starts: tuple[int, ...], piece: Pipeline) -> list[int]:
+    """Return what ranks hold under 1F1B with two bytes for each element."""
+    ends = (*starts[1:], len(items))
+    return [
+        sum(2 * sum(item.parameters.values()) for item in items[start:stop])
+        + min(piece.microbatches, piece.degree - rank) * sum(item.kept_bytes for item in items[start:stop])
+        for rank, (start, stop) in enumerate(zip(starts, ends, strict=True))
+    ]
 
 
 def test_a_large_vocabulary_gets_a_stage_with_fewer_blocks() -> None:

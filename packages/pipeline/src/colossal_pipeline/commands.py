@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from colossal_core.errors import PluginError, UsageError
-from colossal_core.interfaces import AbstractSchedule
+from colossal_core.errors import UsageError
 from colossal_core.schedule import PipelineShape, StageTimes
 from colossal_pipeline.drawing import describe, draw_svg, draw_text, plan_timeline
-
-if TYPE_CHECKING:
-    from colossal_core.plugins import Registry
+from colossal_pipeline.finding import find_schedule
 
 __all__ = ["pipeline"]
 
@@ -39,7 +36,7 @@ def pipeline() -> None:
 @click.pass_obj
 def draw(session: Any, /, name: str, output: Path | None, **numbers: Any) -> None:
     """Draw a schedule, with its bubble and what ranks hold."""
-    schedule = _find(session.registry, name)
+    schedule = find_schedule(session.registry, name)
     chunks = numbers["chunks"] or schedule.chunks or (2 if name == "interleaved" else 1)
     if schedule.chunks not in {None, chunks}:
         raise UsageError(
@@ -56,15 +53,3 @@ def draw(session: Any, /, name: str, output: Path | None, **numbers: Any) -> Non
         output.write_text(draw_svg([(title, timeline)]), encoding="utf-8")
         click.echo(f"written to {output}")
     click.echo(describe(timeline, shape))
-
-
-def _find(registry: Registry, name: str) -> AbstractSchedule:
-    """Return a schedule by its name.
-
-    Raises:
-        PluginError: It is something else.
-    """
-    kind = registry.find("pipeline_schedule", name).load_target()
-    if not (isinstance(kind, type) and issubclass(kind, AbstractSchedule)):
-        raise PluginError(f"schedule {name!r} is no AbstractSchedule", hint="correct the plugin's record")
-    return kind()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import attrs
 
 from colossal_core.errors import UsageError
+from colossal_core.plugins import Target
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from colossal_pipeline.fitting import Fit
 
 __all__ = ["Pipeline"]
 
@@ -42,7 +49,9 @@ def _check_balance(piece: object, _field: attrs.Attribute[Balance], value: objec
     if value in ("time", "parameters"):
         return
     assert isinstance(piece, Pipeline)
-    stages = piece.degree * piece.chunks
+    stages = piece.num_stages
+    if value == () and stages == 1:
+        return  # no stage but the first
     if isinstance(value, tuple) and value:
         if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
             if len(value) == stages:
@@ -127,3 +136,35 @@ class Pipeline:
     def num_stages(self) -> int:
         """Stages of all ranks."""
         return self.degree * self.chunks
+
+    def fit(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        *,
+        limit_bytes: int | None = None,
+        element_bytes: int = 16,
+    ) -> Fit:
+        """Measure each module on this machine for a moment, and choose where stages begin.
+
+        Call it before ``boost``, with the model on its device; the model is as before afterwards. In a
+        process group it is collective, and all ranks get the same cut.
+
+        Args:
+            model: The model, with values.
+            batch: As many samples as a micro-batch has, in the form that ``forward_backward`` takes.
+            criterion: The loss, or None when outputs carry it.
+            limit_bytes: What a rank may hold; None for any amount.
+            element_bytes: What it holds for each element of its parameters: 16 for fp32 with Adam, 4 bytes
+                each for value, gradient and two moments.
+
+        Returns:
+            A cut with its expected times and bytes; give ``.piece`` to the Booster.
+
+        Raises:
+            UsageError: The model is on the ``meta`` device, has too few modules, or no cut fits.
+        """
+        # By name, since this module is read where torch must not be.
+        fit_model = cast("Callable[..., Fit]", Target("colossal_pipeline.fitting:fit_model").load())
+        return fit_model(self, model, batch, criterion, limit_bytes=limit_bytes, element_bytes=element_bytes)

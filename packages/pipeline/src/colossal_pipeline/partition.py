@@ -1,54 +1,84 @@
 """Where stages begin: cutting a row of costs so that the most expensive piece is as cheap as possible.
 
 The one idea: stages are runs of neighbours, so the best cut of the first i items into k stages extends the
-best cut of some fewer items into k - 1 (exact dynamic programming). Among cuts with equally cheap most
-expensive stages, it takes one whose stages are most alike. Integers and floats only: no torch here.
+best cut of some fewer items into k - 1 (exact dynamic programming). Of cuts with equally cheap most
+expensive stages it prefers those whose stages are alike. Integers and floats only: no torch here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from colossal_core.errors import UsageError
 
-__all__ = ["cut_evenly", "starts_of_blocks", "starts_of_names"]
+__all__ = ["cut_by", "cut_evenly", "starts_of_blocks", "starts_of_names"]
 
 Starts = tuple[int, ...]
 """For each stage, the position of its first item; the first is 0."""
 
+Fits = Callable[[int, int, int], bool]
+"""Whether a stage may hold the items from one position up to another one."""
 
-def cut_evenly(costs: Sequence[float], num_stages: int) -> Starts:
+
+def cut_evenly(costs: Sequence[float], num_stages: int, *, fits: Fits | None = None) -> Starts:
     """Cut items into stages of at least one item each; the largest sum of costs is as small as possible.
 
     Args:
         costs: Cost of each item, at least 0.
         num_stages: Number of stages.
+        fits: Whether a stage may hold the items from one position up to another one.
+
+    Raises:
+        UsageError: There are fewer items than stages, or no cut fits.
+    """
+    sums = list(itertools.accumulate(costs, initial=0.0))
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        allowed = fits is None or fits(stage, start, stop)
+        return sums[stop] - sums[start] if allowed else math.inf
+
+    starts, largest = cut_by(cost, len(costs), num_stages)
+    if math.isinf(largest):
+        raise UsageError(
+            f"no cut of {len(costs)} modules into {num_stages} stages fits",
+            hint="allow a stage to hold more, or use more stages",
+        )
+    return starts
+
+
+def cut_by(cost: Callable[[int, int, int], float], num_items: int, num_stages: int) -> tuple[Starts, float]:
+    """Return the cut whose most expensive stage is cheapest, and what that costs.
+
+    Args:
+        cost: What a stage costs that holds the items from one position up to another one.
+        num_items: Number of items.
+        num_stages: Number of stages.
 
     Raises:
         UsageError: There are fewer items than stages.
     """
-    _check_number(len(costs), num_stages)
-    sums = list(itertools.accumulate(costs, initial=0.0))
-    # best[i]: for the first i items in the stages so far, the largest sum, the sum of squares, the starts.
-    best: list[tuple[float, float, Starts] | None] = [None] * (len(costs) + 1)
+    _check_number(num_items, num_stages)
+    # best[i]: for the first i items in the stages so far, the largest cost, the sum of squares, the starts.
+    best: list[tuple[float, float, Starts] | None] = [None] * (num_items + 1)
     best[0] = (0.0, 0.0, ())
-    for _ in range(num_stages):
-        extended: list[tuple[float, float, Starts] | None] = [None] * (len(costs) + 1)
-        for stop in range(1, len(costs) + 1):
+    for stage in range(num_stages):
+        extended: list[tuple[float, float, Starts] | None] = [None] * (num_items + 1)
+        for stop in range(1, num_items + 1):
             for start in range(stop):
                 before = best[start]
                 if before is None:
                     continue
-                cost = sums[stop] - sums[start]
-                found = (max(before[0], cost), before[1] + cost * cost, (*before[2], start))
+                added = cost(stage, start, stop)
+                found = (max(before[0], added), before[1] + added * added, (*before[2], start))
                 known = extended[stop]
                 if known is None or found < known:
                     extended[stop] = found
         best = extended
     cut = best[-1]
     assert cut is not None
-    return cut[2]
+    return cut[2], cut[0]
 
 
 def starts_of_blocks(is_block: Sequence[bool], numbers: Sequence[int]) -> Starts:

@@ -108,7 +108,7 @@ class SplitBackward:
         handles += [
             node.register_hook(functools.partial(_let_go, node))
             for node in reach.inputs
-            if node not in again and _slots_of(type(node))
+            if node not in again and _slots_of(node)
         ]
         try:
             torch.autograd.backward(
@@ -163,15 +163,21 @@ class SplitBackward:
         return at_once
 
 
+def _slots_of(node: _Node) -> tuple[str, ...]:
+    """Return the names under which a node shows what it saved."""
+    kind: Any = type(node)
+    return _slots_of_kind(kind)
+
+
 @functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _slots_of_kind(kind: Any) -> tuple[str, ...]:
     """Return the names under which nodes of a kind show what they saved."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _let_go(node: _Node, *_: Any) -> None:
     """Free what a node has saved, which never runs again; see Note [What waits between the halves]."""
-    for name in _slots_of(type(node)):
+    for name in _slots_of(node):
         slot = getattr(node, name)
         for saved in slot if isinstance(slot, tuple | list) else (slot,):
             # Refused where nothing was saved, or where hooks of somebody else keep it elsewhere already.

@@ -13,20 +13,21 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 
-from colossal_core.errors import CapabilityError, PluginError, UsageError
-from colossal_core.interfaces import AbstractSchedule, AbstractStrategy, Proposal
+from colossal_core.errors import CapabilityError, UsageError
+from colossal_core.interfaces import AbstractStrategy, Proposal
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.table import Part, whole_part
 from colossal_core.schedule import PipelineShape, Work, check_schedule
 from colossal_pipeline.costs import costs_of
 from colossal_pipeline.cut_model import CutModel
 from colossal_pipeline.executor import PipelineExecutor
+from colossal_pipeline.finding import find_schedule
 from colossal_pipeline.partition import cut_evenly, starts_of_blocks, starts_of_names
 from colossal_pipeline.probing import Look, look_at
 from colossal_pipeline.transport import AXIS
 
 if TYPE_CHECKING:
-    from colossal_core.interfaces import AbstractMemoryManager
+    from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
     from colossal_core.mesh import MeshLayout
     from colossal_core.plan import Plan
     from colossal_core.plugins import Registry
@@ -57,14 +58,7 @@ class PipelineStrategy(AbstractStrategy):
             PluginError: It is something else, or cannot run.
             UsageError: It does not serve that many chunks.
         """
-        entry = registry.find("pipeline_schedule", self.options.schedule)
-        kind = entry.load_target()
-        if not (isinstance(kind, type) and issubclass(kind, AbstractSchedule)):
-            raise PluginError(
-                f"schedule {self.options.schedule!r} is no AbstractSchedule, but {kind!r}",
-                hint="correct the target in the plugin's record",
-            )
-        self._schedule = schedule = kind()
+        self._schedule = schedule = find_schedule(registry, self.options.schedule)
         if schedule.chunks not in {None, self.options.chunks}:
             raise UsageError(
                 f"schedule {self.options.schedule!r} puts {schedule.chunks} stages on each rank, "
