@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colossal_core.errors import CapabilityError
 from colossal_gemini.costs import TIERS, Arrangement, Budgets, Prices, Rates, Tier, count_visits, states_of
 from colossal_gemini.eviction import find_peak, least_budget, simulate
-from colossal_gemini.placement import Placement, place
+from colossal_gemini.placement import Placement, least_device_budget, place
 from colossal_gemini.trace import Trace
 
 from .traces import random_traces, sweep
@@ -206,3 +206,17 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert "disk=" in host.value.hint
     enough = int(host.value.hint.split("at least ")[1].split(",")[0])
     place(trace, Budgets(device=60, host=enough), rates=RATES)
+
+
+@given(trace=random_traces(), host=st.none() | st.integers(0, 500), ranks=st.integers(1, 2))
+@settings(max_examples=40, deadline=None)
+def test_the_least_budget_of_the_device_is_exact(trace: Trace, host: int | None, ranks: int) -> None:
+    """Also where host memory is short, so that the device has to hold the rest; one byte less is refused."""
+    budgets = Budgets(device=0, host=host)
+
+    least = least_device_budget(trace, budgets, ranks=ranks, rates=RATES)
+
+    assert least is not None
+    place(trace, Budgets(device=least, host=host), ranks=ranks, rates=RATES)
+    with pytest.raises(CapabilityError):
+        place(trace, Budgets(device=least - 1, host=host), ranks=ranks, rates=RATES)

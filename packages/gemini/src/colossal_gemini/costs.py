@@ -49,6 +49,7 @@ class Rates:
         gather: What arrives from other ranks in a gather or a reduce-scatter.
         device_update: Of optimizer state that the device updates: what is read and written.
         host_update: Of what the host updates.
+        compute: Not bytes, but floating point operations per second that the model reaches.
     """
 
     device_host: float = 20e9
@@ -56,6 +57,7 @@ class Rates:
     gather: float = 100e9
     device_update: float = 1e12
     host_update: float = 40e9
+    compute: float = 150e12
 
 
 @final
@@ -147,6 +149,25 @@ def count_visits(trace: Trace) -> list[int]:
     return counts
 
 
+def update_moves(states: States, where: Arrangement) -> list[tuple[int, Tier, Tier]]:
+    """Return what the update of a chunk moves: bytes, from where, to where.
+
+    Args:
+        states: What this rank keeps of it.
+        where: Where that lives.
+    """
+    kept, runs = states.master + states.moments, where.update
+    moves: list[tuple[int, Tier, Tier]] = [
+        (states.gradient, where.gradient, runs),
+        (kept, where.state, runs),
+        (kept, runs, where.state),
+        (states.value, runs, where.value),
+    ]
+    if not states.master:  # the values are the masters
+        moves.append((states.value, where.value, runs))
+    return moves
+
+
 @final
 @attrs.frozen
 class Prices:
@@ -184,18 +205,23 @@ class Prices:
             where: Where that lives.
             visits: How often it is gathered when its copy does not stay.
         """
-        remote = chunk.whole_bytes * (self.ranks - 1) / self.ranks
         gathers = min(visits, 1 if chunk.is_trainable else 0) if where.keeps_copy else visits
-        total = gathers * (self.move(states.value, where.value, "device") + remote / self.rates.gather)
+        total = gathers * (self.move(states.value, where.value, "device") + self.gather(chunk))
         if not chunk.is_trainable:
             return total
-        kept, runs = states.master + states.moments, where.update
-        reads = 0 if states.master else states.value
-        total += remote / self.rates.gather + self.move(states.gradient, "device", where.gradient)
-        total += self.move(states.gradient, where.gradient, runs) + 2 * self.move(kept, where.state, runs)
-        total += self.move(reads + states.value, where.value, runs)
-        touched = states.gradient + 2 * kept + reads + states.value
-        return total + touched / (self.rates.device_update if runs == "device" else self.rates.host_update)
+        total += self.gather(chunk) + self.move(states.gradient, "device", where.gradient)
+        total += sum(self.move(*row) for row in update_moves(states, where))
+        return total + self.update(states, where)
+
+    def gather(self, chunk: Chunk) -> float:
+        """Return how long it takes to gather a chunk from other ranks, or to reduce its gradient to them."""
+        return chunk.whole_bytes * (self.ranks - 1) / self.ranks / self.rates.gather
+
+    def update(self, states: States, where: Arrangement) -> float:
+        """Return how long the update of a chunk takes."""
+        kept = 2 * (states.master + states.moments)
+        touched = kept + states.gradient + states.value * (1 if states.master else 2)
+        return touched / (self.rates.device_update if where.update == "device" else self.rates.host_update)
 
     def updates(self, state: Tier) -> Iterator[Tier]:
         """Yield where the update of state that lives in a tier may run."""

@@ -44,7 +44,7 @@ from colossal_gemini.search import NUM_BUFFERS
 if TYPE_CHECKING:
     from colossal_gemini.trace import Trace
 
-__all__ = ["Placement", "place"]
+__all__ = ["Placement", "least_device_budget", "place"]
 
 CATEGORIES = ("values", "gradients", "masters", "moments")
 """What :meth:`Placement.bytes_in` tells apart."""
@@ -107,25 +107,59 @@ def place(
     Raises:
         CapabilityError: It does not fit; with the shortfall, the moment, and settings with which it would.
     """
-    states = tuple(states_of(c, ranks=ranks, optimizer_states=optimizer_states) for c in trace.chunks)
-    if staging is None:
-        staging = 2 * max((one.value for one in states), default=0) if ranks > 1 else 0
-    rates = Rates() if rates is None else rates
-    has_host = budgets.host != 0
-    attempts = [_Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=False))]
-    if has_host or budgets.disk != 0:
-        attempts.append(
-            _Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=True))
-        )
     found, errors = list[Placement](), list[CapabilityError]()
-    for attempt in attempts:
+    for placer in _make_placers(
+        trace, budgets, ranks=ranks, optimizer_states=optimizer_states, rates=rates, staging=staging
+    ):
         try:
-            found.append(attempt.run(is_static=policy == "static"))
+            found.append(placer.run(budgets.device, is_static=policy == "static"))
         except CapabilityError as err:
             errors.append(err)
     if not found:
-        raise errors[0 if has_host else -1]
+        raise errors[0 if budgets.host != 0 else -1]
     return min(found, key=lambda placement: placement.seconds)
+
+
+def least_device_budget(
+    trace: Trace,
+    budgets: Budgets,
+    *,
+    ranks: int = 1,
+    optimizer_states: int = 2,
+    rates: Rates | None = None,
+    policy: Literal["auto", "static"] = "auto",
+    staging: int | None = None,
+) -> int | None:
+    """Return the least budget of the device with which :func:`place` succeeds; one byte less does not do.
+
+    None when no budget of the device is enough for the others. Arguments are those of :func:`place`; the
+    budget of the device does not matter.
+    """
+    placers = _make_placers(
+        trace, budgets, ranks=ranks, optimizer_states=optimizer_states, rates=rates, staging=staging
+    )
+    found = [placer.least_budget(is_static=policy == "static") for placer in placers]
+    return min((budget for budget in found if budget is not None), default=None)
+
+
+def _make_placers(
+    trace: Trace,
+    budgets: Budgets,
+    *,
+    ranks: int,
+    optimizer_states: int,
+    rates: Rates | None,
+    staging: int | None,
+) -> list[_Placer]:
+    """Return who places, without and with updates on the device of what does not live there."""
+    states = tuple(states_of(c, ranks=ranks, optimizer_states=optimizer_states) for c in trace.chunks)
+    if staging is None:
+        staging = 2 * max((one.value for one in states), default=0) if ranks > 1 else 0
+    has_host, rates = budgets.host != 0, Rates() if rates is None else rates
+    return [
+        _Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=streams))
+        for streams in ((False, True) if has_host or budgets.disk != 0 else (False,))
+    ]
 
 
 @attrs.frozen
@@ -161,24 +195,63 @@ class _Placer:
         self._visits = count_visits(trace)
         self._needs = [trace.needs_at(index) for index in range(len(trace.moments))]
         self._buffers = NUM_BUFFERS * max((one.total for one in states), default=0)
-        self._room = Room(
-            budget=budgets.device, staging=staging, update=self._buffers if prices.streams else 0
-        )
+        self._room = Room(budget=0, staging=staging, update=self._buffers if prices.streams else 0)
         has_disk = budgets.disk != 0 and (prices.has_host or prices.streams)
         is_there: dict[Tier, bool] = {"host": prices.has_host, "disk": has_disk}
         self._lower = [tier for tier, found in is_there.items() if found] or [TIERS[0]]
+        self._first_steps: list[_Step] | None = None
+        self._loads: dict[tuple[int, Arrangement], list[int]] = {}
+        kinds = [
+            (chunk.whole_bytes, one, visits)
+            for chunk, one, visits in zip(trace.chunks, states, self._visits, strict=True)
+        ]
+        self._alike = [kinds.index(kind) for kind in kinds]
+        self._known: dict[tuple[int, Arrangement], float] = {}
 
-    def run(self, *, is_static: bool) -> Placement:
+    def least_budget(self, *, is_static: bool) -> int | None:
+        """Return the least budget with which :meth:`run` succeeds; None when there is none."""
+        first = self._lower[-1] if is_static else self._lower[0]
+        chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
+        low = find_peak(self._trace, self._room_with(chosen)).total
+        high = low + sum(states.total for states in self._states)
+        if self._succeeds(low, is_static=is_static):
+            return low
+        if not self._succeeds(high, is_static=is_static):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._succeeds(middle, is_static=is_static):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _succeeds(self, budget: int, *, is_static: bool) -> bool:
+        """Return whether everything fits."""
+        try:
+            self.run(budget, is_static=is_static)
+        except CapabilityError:
+            return False
+        return True
+
+    def run(self, budget: int, *, is_static: bool) -> Placement:
         """Return the placement.
+
+        Args:
+            budget: That of the device.
+            is_static: Whether everything stays in the farthest tier.
 
         Raises:
             CapabilityError: It does not fit.
         """
+        self._room = attrs.evolve(self._room, budget=budget)
         first = self._lower[-1] if is_static else self._lower[0]
         chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
         self._check_device(chosen)
         if not is_static:
             self._fill_device(chosen)
+            if self._lower == ["host"]:
+                self._relieve_host(chosen)
         if self._lower == ["host", "disk"] and (is_static or self._host_excess(chosen) > 0):
             chosen = [self._sink(chunk, where) for chunk, where in enumerate(chosen)]
             if not is_static:
@@ -197,10 +270,12 @@ class _Placer:
     # --- arrangements ---------------------------------------------------------------------------------------
 
     def _seconds(self, chunk: int, where: Arrangement) -> float:
-        """Return the price of an arrangement."""
-        return self._prices.seconds(
-            self._trace.chunks[chunk], self._states[chunk], where, self._visits[chunk]
-        )
+        """Return the price of an arrangement, worked out once for chunks that are alike."""
+        alike = self._alike[chunk], where
+        if alike not in self._known:
+            row = self._trace.chunks[chunk], self._states[chunk], where, self._visits[chunk]
+            self._known[alike] = self._prices.seconds(*row)
+        return self._known[alike]
 
     def _cheapest(
         self, chunk: int, value: Tier, gradient: Tier, state: Tier, *, keeps_copy: bool = False
@@ -270,7 +345,13 @@ class _Placer:
         return self._fixed_bytes(chunk, where) + self._trace.chunks[chunk].whole_bytes * is_whole
 
     def _load_of(self, chunk: int, where: Arrangement) -> list[int]:
-        """Return what an arrangement adds in each moment to what the step needs anyway."""
+        """Return what an arrangement adds in each moment to what the step needs anyway; worked out once."""
+        if (chunk, where) not in self._loads:
+            self._loads[chunk, where] = self._add_up(chunk, where)
+        return self._loads[chunk, where]
+
+    def _add_up(self, chunk: int, where: Arrangement) -> list[int]:
+        """Return what an arrangement adds in each moment."""
         fixed, whole = self._fixed_bytes(chunk, where), self._trace.chunks[chunk].whole_bytes
         is_alone = self._prices.ranks == 1
         added = []
@@ -283,18 +364,41 @@ class _Placer:
 
     def _fill_device(self, chosen: list[Arrangement]) -> None:
         """Move to the device what saves most there."""
-        budget = self._budgets.device
+        if self._first_steps is None:
+            self._first_steps = self._steps(chosen, self._device_options, self._device_bytes)
         total = [load.total for load in loads(self._trace, self._room)]
         full = set[int]()
-        for step in self._steps(chosen, self._device_options, self._device_bytes):
-            if step.chunk in full:
-                continue
-            old, new = (self._load_of(step.chunk, where) for where in (chosen[step.chunk], step.where))
-            wanted = [a + b - c for a, b, c in zip(total, new, old, strict=True)]
-            if max(wanted) > budget:
+        for step in self._first_steps:
+            if step.chunk not in full and not self._take(step, chosen, total):
                 full.add(step.chunk)
-                continue
-            total, chosen[step.chunk] = wanted, step.where
+
+    def _take(self, step: _Step, chosen: list[Arrangement], total: list[int]) -> bool:
+        """Go one step if the device has room in every moment, and return whether it has."""
+        old, new = (self._load_of(step.chunk, where) for where in (chosen[step.chunk], step.where))
+        wanted = [a + b - c for a, b, c in zip(total, new, old, strict=True)]
+        if max(wanted) > self._room.budget:
+            return False
+        total[:], chosen[step.chunk] = wanted, step.where
+        return True
+
+    def _relieve_host(self, chosen: list[Arrangement]) -> None:
+        """Move to the device what host memory has no room for, whatever that costs; without copies."""
+        excess, moved = self._host_excess(chosen), {-1}
+        while excess > 0 and moved:
+            steps, total = list[_Step](), [load.total for load in loads(self._trace, self._room)]
+            for chunk, first in enumerate(chosen):
+                total = [a + b for a, b in zip(total, self._load_of(chunk, first), strict=True)]
+                before = self._bytes_of("host", first, self._states[chunk])
+                for where in self._device_options(chunk, first):
+                    freed = before - self._bytes_of("host", where, self._states[chunk])
+                    if freed and not where.keeps_copy:
+                        saved = self._seconds(chunk, first) - self._seconds(chunk, where)
+                        steps.append(_Step(chunk, where, saved, freed))
+            moved = set()
+            for step in sorted(steps, key=_Step.sort_key):
+                if excess > 0 and step.chunk not in moved and self._take(step, chosen, total):
+                    moved.add(step.chunk)
+                    excess -= step.size
 
     def _room_with(self, chosen: Sequence[Arrangement]) -> Room:
         """Return the room that is left for gathered values."""
@@ -377,7 +481,7 @@ class _Placer:
                 f"there {show_bytes(self._bytes_in('host', chosen))}, staging of files {show_bytes(staged)}; "
                 f"the device holds {show_bytes(self._bytes_in('device', chosen))}",
                 hint=f"let host_budget be at least {(self._budgets.host or 0) + excess}, "
-                f"device_budget about {self._budgets.device + excess}"
+                f"device_budget about {self._room.budget + excess}"
                 + ("" if staged else ", or disk= a folder with that much space"),
             )
         wanted, limit = self._bytes_in("disk", chosen), self._budgets.disk

@@ -57,6 +57,7 @@ class Moment:
         gradients: Chunks whose unreduced gradients take memory in the moment, until it ends at least.
         other: Most bytes of everything that is no chunk until the next moment: activations, work space,
             the batch.
+        flop: Floating point operations, where they were counted; for estimates of time only.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Moment:
     needs: tuple[int, ...]
     gradients: tuple[int, ...] = ()
     other: int = 0
+    flop: int = 0
 
 
 @final

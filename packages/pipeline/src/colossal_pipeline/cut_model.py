@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from colossal_core.errors import UsageError
+from colossal_core.runtime.swapping import replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent
 from colossal_pipeline.items import find_items
 from colossal_pipeline.routes import Form, cut_flow
 from colossal_pipeline.stages import Stages
-from colossal_pipeline.tracing import replaced_parameters, trace
+from colossal_pipeline.tracing import trace
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call
@@ -123,7 +124,7 @@ class CutModel:
             entry = self._table.entry_of(parameter)
             if entry is not None and not entry.parts:
                 missing[parameter] = Absent.like(entry.shape, parameter.dtype, parameter.device)
-        with replaced_parameters(self.model, missing):
+        with replaced_tensors(self.model, missing):
             yield
 
     def refuse_calls(self, _model: nn.Module, _args: Any) -> None:

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.batches import loss_of
 from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.swapping import kept_attributes, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent, run_on_shadows
 from colossal_pipeline.flow import Call, Flow, LeafKey, LeafSpec, Slot, list_leaves
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call as ModelCall
     from colossal_pipeline.items import Item
 
-__all__ = ["replaced_parameters", "trace"]
+__all__ = ["trace"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What an item may return beside tensors, and what it was given."""
@@ -74,8 +75,8 @@ def trace(
     absent = tracer.make_parameters(model, parameters)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_kept_attributes(model))
-        stack.enter_context(replaced_parameters(model, absent))
+        stack.enter_context(kept_attributes(model))
+        stack.enter_context(replaced_tensors(model, absent))
         stack.enter_context(_without_communication(model))
         for item in items:
             stack.enter_context(tracer.watch(item))
@@ -353,49 +354,6 @@ def _names(sources: frozenset[Source]) -> frozenset[str]:
 
 
 # --- leaving the model as it is -----------------------------------------------------------------------------
-
-
-@contextmanager
-def replaced_parameters(
-    model: nn.Module, replacements: Mapping[nn.Parameter, torch.Tensor]
-) -> Iterator[None]:
-    """Let modules see other tensors in place of some parameters; the Parameter objects are not touched."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        slots: dict[str, Any] = module._parameters  # noqa: SLF001 - torch.func swaps tensors in the same place
-        for name, parameter in slots.items():
-            if parameter is not None and parameter in replacements:
-                undo.append((slots, name, parameter))
-        flat = vars(module).get("_flat_weights")  # recurrent modules keep a list of their own
-        if isinstance(flat, list):
-            undo.append((vars(module), "_flat_weights", flat))
-            vars(module)["_flat_weights"] = [replacements.get(weight, weight) for weight in flat]
-    for slots, name, parameter in undo:
-        if isinstance(parameter, nn.Parameter):
-            slots[name] = replacements[parameter]
-    try:
-        yield
-    finally:
-        for slots, name, before in undo:
-            slots[name] = before
-
-
-@contextmanager
-def _kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back what forward assigns to modules; buffers that it writes in place are not written at all."""
-    slots = [
-        found
-        for module in model.modules()
-        for found in (vars(module), module._buffers)  # noqa: SLF001 - as above
-    ]
-    before = [dict(found) for found in slots]
-    try:
-        yield
-    finally:
-        for found, kept in zip(slots, before, strict=True):
-            for name in found.keys() - kept.keys():
-                del found[name]
-            found.update(kept)
 
 
 @contextmanager

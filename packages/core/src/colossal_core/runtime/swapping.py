@@ -1,0 +1,63 @@
+"""Running a model with other tensors in place of its own, and leaving no trace of that in it.
+
+The one idea: a module finds its parameters and buffers in two dictionaries, so for the time of a run these
+hold other tensors. Parameter objects are not touched, and what forward assigns is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["kept_attributes", "replaced_tensors"]
+
+
+@contextmanager
+def replaced_tensors(model: nn.Module, replacements: Mapping[Any, torch.Tensor]) -> Iterator[None]:
+    """Let modules see other tensors in place of some parameters and buffers.
+
+    Args:
+        model: The model.
+        replacements: What is seen in place of each tensor; others stay.
+    """
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001 - as torch.func
+        for slots in held:
+            for name, tensor in slots.items():
+                if tensor is not None and tensor in replacements:
+                    undo.append((slots, name, tensor))
+        flat = vars(module).get("_flat_weights")  # recurrent modules keep a list of their own
+        if isinstance(flat, list):
+            undo.append((vars(module), "_flat_weights", flat))
+    try:
+        for slots, name, before in undo:
+            is_list = isinstance(before, list)
+            slots[name] = [replacements.get(one, one) for one in before] if is_list else replacements[before]
+        yield
+    finally:
+        for slots, name, before in undo:
+            slots[name] = before
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Put back what is assigned to modules meanwhile; what is written into their tensors stays written."""
+    slots = [
+        found
+        for module in model.modules()
+        for found in (vars(module), module._buffers)  # noqa: SLF001 - as above
+    ]
+    before = [dict(found) for found in slots]
+    try:
+        yield
+    finally:
+        for found, kept in zip(slots, before, strict=True):
+            for name in found.keys() - kept.keys():
+                del found[name]
+            found.update(kept)
