@@ -72,7 +72,8 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         hidden = hidden + self.scale(self.out(mixed))
         hidden = self.across(hidden)
-        return hidden + self.gate * self.down(F.gelu(self.up(self.norm2(hidden))))
+        outputs: torch.Tensor = hidden + self.gate * self.down(F.gelu(self.up(self.norm2(hidden))))
+        return outputs
 
 
 class Model(nn.Module):

@@ -26,7 +26,7 @@ from colossal_pipeline.tracing import trace
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call
-    from colossal_core.runtime.table import ParameterTable
+    from colossal_core.runtime.context import Context
 
 __all__ = ["CutModel"]
 
@@ -49,7 +49,7 @@ class CutModel:
         model: nn.Module,
         stages: Mapping[str, int],
         holders: Mapping[str, frozenset[int]],
-        table: ParameterTable,
+        context: Context,
         *,
         keeps_forms: bool = True,
     ) -> None:
@@ -59,17 +59,18 @@ class CutModel:
             model: The model.
             stages: Stage of each item.
             holders: For each parameter, by all its names, the stages whose rank holds it.
-            table: The parameter table.
+            context: The parameter table, where outputs go, and how cut layers show serial shapes.
             keeps_forms: Whether what flows depends on shapes only.
         """
         self.has_compared = False
         self._keeps_forms = keeps_forms
         self.model = model
-        self.stages: Stages = Stages(model, find_items(model), stages)
+        self.stages: Stages = Stages(model, find_items(model), stages, context.crossing)
         self._stage_of = dict(stages)
         self._num_stages = max(stages.values()) + 1
         self._holders = dict(holders)
-        self._table = table
+        self._table = context.table
+        self._views = context.serial_views
         self._forms: OrderedDict[Hashable, tuple[Form, Any]] = OrderedDict()
 
     def form(
@@ -105,6 +106,7 @@ class CutModel:
                     self._parameters(),
                     trains=trains,
                     wants_outputs=wants_outputs,
+                    views=self._views,
                 )
             finally:
                 self.stages.is_running = False

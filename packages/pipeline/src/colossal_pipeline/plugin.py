@@ -32,8 +32,8 @@ def colossal_register_strategies() -> Iterable[StrategySpec]:
         target=Target("colossal_pipeline.strategy:PipelineStrategy"),
         axes=(AxisSpec(name="pipeline"),),
         phase="partition",
-        # Parameters that come and go, and layers that communicate, need more than shapes to find flows.
-        excludes=("zero3", "gemini", "tensor-parallel"),
+        # Parameters that come and go need more than shapes to find flows.
+        excludes=("zero3", "gemini"),
     )
 
 

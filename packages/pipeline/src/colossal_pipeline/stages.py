@@ -30,6 +30,7 @@ from colossal_pipeline.flow import Call, Flow, LeafKey, Slot, list_leaves
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call as ModelCall
+    from colossal_core.runtime.borders import Crossing
     from colossal_pipeline.items import Item
     from colossal_pipeline.routes import Form, Routes
 
@@ -121,15 +122,19 @@ class StageOutcome:
 class Stages:
     """Runs stages of one model on this rank."""
 
-    def __init__(self, model: nn.Module, items: Sequence[Item], stages: Mapping[str, int]) -> None:
+    def __init__(
+        self, model: nn.Module, items: Sequence[Item], stages: Mapping[str, int], crossing: Crossing
+    ) -> None:
         """Know the model.
 
         Args:
             model: The model, of which this rank may hold parts only.
             items: Its items.
             stages: Stage of each item.
+            crossing: Tells borders that outputs go into a loss, and completes what other stages get.
         """
         self._model = model
+        self._crossing = crossing
         self.items = tuple(items)
         self._stages = dict(stages)
         self.is_running = False
@@ -158,7 +163,7 @@ class Stages:
             CapabilityError: Forward did something else than it did without values.
         """
         routes = form.routes
-        run = _Run(form.flow, stage, routes, received, seed)
+        run = _Run(form.flow, stage, routes, received, seed, self._crossing)
         is_last = stage == routes.num_stages - 1
         outputs: Any = None
         loss: torch.Tensor | None = None
@@ -170,6 +175,7 @@ class Stages:
                 for item in self.items:
                     is_own = self._stages[item.name] == stage
                     stack.enter_context(run.watch(item) if is_own else run.leave_out(item))
+                stack.enter_context(self._crossing.to_loss())
                 run.draw("begin", 0)
                 outputs = self._model(*call.args, **call.kwargs)
                 loss = loss_of(outputs, call, criterion)
@@ -197,6 +203,7 @@ class _Run:
         routes: What is sent.
         received: What other stages sent.
         seed: Of the step and the micro-batch.
+        crossing: Completes what other stages get.
         counts: How often each item was called.
         kept: What other stages need: the tensors as modules returned them, until the end of forward.
         wanted: Which tensors those are.
@@ -207,6 +214,7 @@ class _Run:
     routes: Routes
     received: Mapping[LeafKey, Entry]
     seed: int
+    crossing: Crossing
     counts: dict[str, int] = field(factory=dict)
     sent: dict[LeafKey, torch.Tensor] = field(factory=dict)
     edges: dict[LeafKey, GradientEdge] = field(factory=dict)
@@ -329,6 +337,7 @@ class _Run:
                 raise _surprise(call.item, "computes with a tensor of another stage that it was not given")
             if key not in self.wanted:
                 continue
+            leaf = self.crossing.complete(leaf)  # noqa: PLW2901 - of what is divided others get the whole
             if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
                 found = f"{tuple(leaf.shape)} {leaf.dtype}, not {spec.shape} {spec.dtype}"
                 raise _surprise(call.item, f"returns a tensor of {found}")

@@ -317,7 +317,7 @@ class Step:
                 else:
                     letters = self._backward(action, received)
             except Exception as err:
-                if self._communicates:
+                if self._communicates or self._context.serial_views:
                     raise
                 self._fail(err)
         if self._failure is not None:
@@ -354,7 +354,7 @@ class Step:
         if counts:
             self._loss += outcome.loss.detach().double() * part
         if self._wants_outputs:
-            self._outputs = outcome.outputs
+            self._outputs = self._context.crossing.complete(outcome.outputs)
         if not self._trains:
             return outcome
         root = outcome.loss if counts else _zero_through(outcome.outputs, outcome.loss)

@@ -122,7 +122,7 @@ class PipelineStrategy(AbstractStrategy):
                 model,
                 self._stages[name],
                 self._holders[name],
-                context.table,
+                context,
                 keeps_forms=self.options.flow == "shapes",
             )
             self._cut[model] = cut

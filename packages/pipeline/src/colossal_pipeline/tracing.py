@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call as ModelCall
     from colossal_pipeline.items import Item
 
-__all__ = ["trace"]
+__all__ = ["SerialView", "trace"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """What an item may return beside tensors, and what it was given."""
+
+SerialView = Callable[[nn.Module], AbstractContextManager[None]]
 
 Source = LeafKey | str
 """What tensors are made of: an output of an item, or the name of a parameter."""
@@ -55,6 +57,7 @@ def trace(
     *,
     trains: bool,
     wants_outputs: bool,
+    views: Sequence[SerialView] = (),
 ) -> Flow:
     """Run a model without values.
 
@@ -66,6 +69,7 @@ def trace(
         parameters: Shape and dtype of each parameter of the serial model, by all its names.
         trains: Whether gradients will be wanted.
         wants_outputs: Whether the outputs of the model are wanted as well as the loss.
+        views: What lets cut layers compute as the serial ones do.
 
     Raises:
         CapabilityError: An item returns what cannot be sent, or forward looks at values.
@@ -78,6 +82,8 @@ def trace(
         stack.enter_context(kept_attributes(model))
         stack.enter_context(replaced_tensors(model, absent))
         stack.enter_context(_without_communication(model))
+        for view in views:
+            stack.enter_context(view(model))
         for item in items:
             stack.enter_context(tracer.watch(item))
         stack.enter_context(torch.set_grad_enabled(trains))

@@ -30,8 +30,8 @@ _PRIME = 1_000_003
 
 
 def complete(outputs: Any) -> Any:
-    """Return outputs with whole logits; collective where there are cut ones."""
-    return pytree.tree_map(whole, outputs)
+    """Return outputs with whole logits and activations; collective where there are cut ones."""
+    return pytree.tree_map(lambda leaf: whole_tokens(whole(leaf)), outputs)
 
 
 @final
@@ -52,7 +52,9 @@ class CutBorder(AbstractBorder):
         Raises:
             RankMismatchError: Ranks that share layers bring different batches; on all of them.
         """
-        self._dice.close()  # a call before may have ended in an error between two layers
+        # A call before may have ended between two layers, in an error or where a pipeline stage ends.
+        self._dice.close()
+        self._entrance.clear()
         if self._is_first or os.environ.get(CHECK_VARIABLE) == "1":
             self._is_first = False
             self._compare((args, kwargs))

@@ -21,7 +21,7 @@ from colossal_core.runtime.replacement import Stand, replacement_of
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.logits import SplitLogits
 from colossal_tensor_parallel.products import Entrance, multiply, multiply_entered
-from colossal_tensor_parallel.tokens import TOKENS, Lot, SplitTokens, divide_tokens, plain
+from colossal_tensor_parallel.tokens import TOKENS, Lot, SplitTokens, divide_tokens, is_known, plain
 from colossal_tensor_parallel.wires import Wire, add_up, join_pieces, on_first, sum_pieces
 
 __all__ = ["CutColumn", "CutHead", "CutRow", "CutTable", "OfTokens", "Works"]
@@ -158,6 +158,9 @@ class OfTokens(Stand):
             CapabilityError: It gets tensors besides, which it did not when it was tried.
         """
         lot = _works(self).lot
+        if not isinstance(features, SplitTokens) and not is_known(features):
+            found: torch.Tensor = super().forward(features, *args, **kwargs)
+            return found
         if any(isinstance(leaf, torch.Tensor) for leaf in (*args, *kwargs.values())):
             raise CapabilityError(
                 f"a {type(replacement_of(self).old).__name__} that computes its share of the tokens gets "
@@ -168,8 +171,8 @@ class OfTokens(Stand):
         common = features.unsqueeze(0) if is_vector else features
         mine = common if isinstance(common, SplitTokens) else divide_tokens(common, lot)
         with lot.dice.aside() if self.training else nullcontext():
-            found = mine.like(super().forward(plain(mine), *args, **kwargs))
-        return found.join(type(self).__name__).squeeze(0) if is_vector else found
+            made = mine.like(super().forward(plain(mine), *args, **kwargs))
+        return made.join(type(self).__name__).squeeze(0) if is_vector else made
 
 
 def _divided_sum(summand: torch.Tensor, works: Works, bias: torch.Tensor | None) -> torch.Tensor:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -43,6 +46,8 @@ LARGE_SHARE = 0.1
 
 _logger = logging.getLogger(__name__)
 
+_MISSING = object()
+
 AXIS = "tensor"
 TENSOR = GroupSpec((AXIS,))
 
@@ -57,6 +62,9 @@ class TensorParallelStrategy(AbstractStrategy):
         self._plans: weakref.WeakKeyDictionary[nn.Module, ModelPlan] = weakref.WeakKeyDictionary()
         self._entrances: dict[str, Entrance] = {}
         self._dice: dict[str, Dice] = {}
+        self._serial: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def propose(self, models: Mapping[str, nn.Module], plan: Plan, layout: MeshLayout, rank: int) -> Proposal:
         """Plan each model and say what this rank will hold; see :class:`~.interfaces.AbstractStrategy`.
@@ -97,7 +105,7 @@ class TensorParallelStrategy(AbstractStrategy):
         context.agreement.compare("the tensor-parallel plan", lines, explain_disagreement)
         if context.mesh.rank == 0:
             for name, model in models.items():
-                _report(name, self._plan(model), model)
+                _report(name, self._plan(model), model, context)
         for key, parts in proposal.cuts.items():
             _cut(key, parts, context)
         wire = Wire(collectives=context.collectives, group=context.mesh.group(TENSOR))
@@ -107,6 +115,7 @@ class TensorParallelStrategy(AbstractStrategy):
             self._dice[name] = dice = Dice(wire.group.index)
             self._entrances[name] = Entrance(wire, Lot(wire, dice) if self.options.sequence else None)
             self._rewire(name, model, context)
+        context.serial_views.append(self._serial_view)
 
     def borders(self, models: Mapping[str, nn.Module], context: Context) -> Mapping[str, AbstractBorder]:
         """Return what gathers logits that leave the models."""
@@ -114,6 +123,23 @@ class TensorParallelStrategy(AbstractStrategy):
         return {
             name: CutBorder(entrance, self._dice[name], context) for name, entrance in self._entrances.items()
         }
+
+    @contextmanager
+    def _serial_view(self, model: nn.Module) -> Iterator[None]:
+        """Let a cut model compute as the serial one; see :class:`~colossal_core.runtime.context.Context`."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for module, name, value in self._serial.get(model, ()):
+            state = vars(module)
+            before.append((state, name, state.get(name, _MISSING)))
+            state[name] = value
+        try:
+            yield
+        finally:
+            for state, name, value in reversed(before):
+                if value is _MISSING:
+                    del state[name]
+                else:
+                    state[name] = value
 
     def _plan(self, model: nn.Module) -> ModelPlan:
         """Return the plan of a model, made on first use."""
@@ -126,11 +152,13 @@ class TensorParallelStrategy(AbstractStrategy):
     def _rewire(self, name: str, model: nn.Module, context: Context) -> None:
         """Replace the cut layers of a model, and change the integers around them."""
         made = self._plan(model)
+        serial = self._serial[model] = []
         rank = self._entrances[name].wire.group.index
         for change in made.attributes:
             module = model.get_submodule(change.module)
             value = vars(module)[change.name]
             setattr(module, change.name, change.values[rank])
+            serial.append((module, change.name, value))
             context.undo.append(_restore(module, change.name, value))
         _leave_fast_path(model, made, context)
         divided = set() if made.regions is None else set(made.regions.divided)
@@ -150,13 +178,17 @@ class TensorParallelStrategy(AbstractStrategy):
                 local = module.padding_idx - works.first
                 is_here = 0 <= local < module.get_parameter("weight").shape[0]
                 context.undo.append(_restore(module, "padding_idx", module.padding_idx))
+                serial.append((module, "padding_idx", module.padding_idx))
                 vars(module)["padding_idx"] = local if is_here else None
             replacement = replace_module([model], decision.name, module, stand_of(decision), works)
+            serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
             context.undo.append(replacement.undo)
         for piece in () if made.regions is None else made.regions.pieces:
             module = model.get_submodule(piece)
             works = Works(entrance=self._entrances[name], size=0, name=piece)
-            context.undo.append(replace_module([model], piece, module, OfTokens, works).undo)
+            replacement = replace_module([model], piece, module, OfTokens, works)
+            serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
+            context.undo.append(replacement.undo)
 
 
 def _leave_fast_path(model: nn.Module, made: ModelPlan, context: Context) -> None:
@@ -181,12 +213,13 @@ def _restore(module: nn.Module, name: str, value: object) -> Any:
     return undo
 
 
-def _report(name: str, made: ModelPlan, model: nn.Module) -> None:
+def _report(name: str, made: ModelPlan, model: nn.Module, context: Context) -> None:
     """Log which layers stay whole; loudly when they are a good part of the model."""
     kept: dict[str, list[str]] = {}
     num_kept, num_all = 0, 0
     for decision in made.decisions:
-        numel = model.get_submodule(decision.name).get_parameter("weight").numel()
+        entry = context.table.entry_of(model.get_submodule(decision.name).get_parameter("weight"))
+        numel = 0 if entry is None else math.prod(entry.shape)
         num_all += numel
         if decision.split is None:
             num_kept += numel

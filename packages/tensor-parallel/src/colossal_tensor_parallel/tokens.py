@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.wires import Wire, divide, enter, join_pieces
 
-__all__ = ["TOKENS", "Lot", "SplitTokens", "divide_tokens", "plain", "whole_tokens"]
+__all__ = ["TOKENS", "Lot", "SplitTokens", "divide_tokens", "is_known", "plain", "whole_tokens"]
 
 TOKENS = -2
 """The dim of tokens."""
@@ -127,6 +127,11 @@ def plain(value: torch.Tensor) -> torch.Tensor:
         return value.as_subclass(torch.Tensor)
 
 
+def is_known(value: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch's own; others stand for something, and decide for themselves."""
+    return type(value) in {torch.Tensor, torch.nn.Parameter}
+
+
 def whole_tokens(leaf: Any) -> Any:
     """Return what a leaf of a tree is when it is not divided."""
     return leaf.join("an output of the model") if type(leaf) is SplitTokens else leaf
@@ -218,6 +223,8 @@ def _piece_of(leaf: Any, lead: SplitTokens) -> Any:
         return plain(leaf)
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if not is_known(leaf):
+        return NotImplemented
     if leaf.dim() >= 2 and leaf.shape[TOKENS] != 1:
         if leaf.shape[TOKENS] != lead.num_tokens:
             return NotImplemented

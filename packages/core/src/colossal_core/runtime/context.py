@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -43,6 +44,8 @@ class Context:
         before_rerun: Called with a module whose forward is about to run again inside backward, without its
             hooks; for managers that have to bring its parameters back.
         crossing: Where outputs go that leave a model now, for borders.
+        serial_views: What lets a model compute as the serial one does, for looks at shapes: with parameters
+            of serial shapes, and without communication. Each takes the model.
         undo: What ``booster.release`` calls, last first, once parameters own their memory again.
     """
 
@@ -57,4 +60,5 @@ class Context:
     row_weights: RowWeights = field(factory=RowWeights)
     before_rerun: list[Callable[[nn.Module], None]] = field(factory=list)
     crossing: Crossing = field(factory=Crossing)
+    serial_views: list[Callable[[nn.Module], AbstractContextManager[None]]] = field(factory=list)
     undo: list[Callable[[], None]] = field(factory=list)
