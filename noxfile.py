@@ -97,9 +97,12 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def tests(session: nox.Session) -> None:
-    """Test all members together, and what lies between them: -- [pytest's options]."""
+    """Test all members together, and what lies between them: -- [pytest's options].
+
+    Two files at a time; ``-n 0`` leaves them to one process, for a debugger.
+    """
     install(session, *MEMBERS, groups=("test", *test_groups(*MEMBERS)))
-    run_tests(session, "-m", "not slow", *session.posargs)
+    run_tests(session, "-m", "not slow", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(python=PYTHON)

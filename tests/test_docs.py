@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import pytest
 
+from .preloaded import Preloaded
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -65,9 +67,10 @@ RUNNABLE = [
 class Folder:
     """The empty folder in which the blocks of one page run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, preloaded: Preloaded) -> None:
         """Remember the folder and an environment of its own."""
         self._path = path
+        self._preloaded = preloaded
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         config = {"HOME": str(path), "XDG_CONFIG_HOME": str(path / ".config"), "COLUMNS": "200"}
         self._environment = {**os.environ, **config, "PATH": programs}
@@ -81,7 +84,8 @@ class Folder:
             return
         exit_code = int(block.note.removeprefix("exit: ")) if block.note.startswith("exit: ") else 0
         if block.language == "python":
-            self._run([sys.executable, "-W", "error", "-c", block.code], exit_code)
+            ended, printed = self._preloaded.run(block.code, self._path, self._environment)
+            assert ended == exit_code, f"{block.code}\n{printed[-4000:]}"
             return
         for command, shown in split_commands(block.code):
             printed = " ".join(self._run(["bash", "-c", command], exit_code).split())
@@ -113,11 +117,19 @@ def split_commands(code: str) -> Iterator[tuple[str, str]]:
         yield command, shown
 
 
+@pytest.fixture(scope="module")
+def preloaded() -> Iterator[Preloaded]:
+    """Return what runs the programs in Python."""
+    interpreter = Preloaded()
+    yield interpreter
+    interpreter.close()
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_page)
-def test_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_examples_of_a_page_run(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
     """What a reader copies works, in the order of the page."""
-    folder = Folder(tmp_path)
+    folder = Folder(tmp_path, preloaded)
 
     for block in read_blocks(page):
         folder.play(block)

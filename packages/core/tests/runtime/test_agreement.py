@@ -18,7 +18,7 @@ from colossal_core.errors import ColossalError, RankMismatchError, UsageError
 from colossal_core.plugins.agreement import explain_disagreement
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.launch import rendezvous_store
-from colossal_testkit import run_ranks, run_ranks_expecting_errors
+from colossal_testkit import collect_ranks, run_ranks, run_ranks_expecting_errors
 from colossal_testkit.stories import batch_of
 
 SECONDS = 10
@@ -394,3 +394,20 @@ def test_a_lone_rank_agrees_with_itself() -> None:
 def raise_own() -> None:
     """Raise an error of this rank."""
     raise UsageError("own")
+
+
+def start_apart_and_strictly() -> None:
+    """Boost a model that each rank fills otherwise, where warnings are errors."""
+    model = Varied(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Booster().boost(model, sgd(model))
+
+
+def test_a_warning_that_is_an_error_on_the_first_rank_ends_all() -> None:
+    """Only rank 0 warns; under ``-W error`` the others hear of it instead of waiting for its values."""
+    outcomes = collect_ranks(start_apart_and_strictly, 3)
+
+    assert "other values" in str(outcomes[0].error)
+    assert all(isinstance(outcome.error, RankMismatchError) for outcome in outcomes[1:])
+    assert all("rank 0 could not go on: UserWarning" in str(outcome.error) for outcome in outcomes[1:])

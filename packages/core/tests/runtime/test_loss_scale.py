@@ -70,6 +70,8 @@ def take_steps(form: str, booster: Booster | None, model: Any, optimizer: Any) -
             booster.backward(loss * 1e-2)
         elif form == "no_border":
             (model.head(model.body(x)).square().mean() * 1e-2).backward()
+        elif form == "through_itself":
+            F.cross_entropy(model(x + model(x).sum(dim=1, keepdim=True)), y).backward()
         else:
             F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -89,7 +91,16 @@ def train(form: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "form",
-    ["plain", "explicit", "forward_backward", "inside", "in_place", "two_losses", "no_border"],
+    [
+        "plain",
+        "explicit",
+        "forward_backward",
+        "inside",
+        "in_place",
+        "two_losses",
+        "no_border",
+        "through_itself",
+    ],
 )
 def test_each_form_of_a_loss_is_right_to_the_accuracy_of_fp16(form: str) -> None:
     """Plain loops, the explicit backward, losses inside the model, in place, several, and on sub-modules."""
@@ -179,19 +190,33 @@ def test_a_gradient_penalty_by_plain_backward_names_the_explicit_one() -> None:
     assert "booster.backward(loss)" in caught.value.hint
 
 
-def call_a_part() -> None:
-    """Run backward from a sub-module, which has no border."""
+def use_directly(how: str) -> None:
+    """Run a plain backward in which a parameter gets a gradient past the border, alone or in part."""
     launch()
     booster = Booster(precision="fp16")
     plain = Net()
     model, _ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
-    model.body(torch.ones(2, 6).half()).float().sum().backward()
+    x = torch.ones(2, 6)
+    kept: list[torch.Tensor] = []
+    model.body.register_forward_hook(lambda _, __, output: kept.append(output))
+    if how == "a part alone":
+        loss = model.body(x.half()).float().sum()
+    elif how == "a part":
+        loss = model(x).sum() + model.body(x.half()).float().sum()
+    elif how == "a penalty":
+        loss = model(x).sum() + 0.1 * sum(p.float().square().sum() for p in model.parameters())
+    elif how == "an inner result":
+        loss = model(x).sum() + kept[0].float().square().sum()
+    else:
+        loss = model(x * model.head.bias.float().mean()).sum()
+    loss.backward()
 
 
-def test_a_loss_on_a_sub_module_names_the_explicit_backward() -> None:
-    """No border was passed, so nothing scaled it."""
+@pytest.mark.parametrize("how", ["a part alone", "a part", "a penalty", "an inner result", "an input"])
+def test_a_parameter_that_is_used_past_the_border_names_the_explicit_backward(how: str) -> None:
+    """What does not pass the border is not scaled, also where the rest of the same loss is."""
     with pytest.raises(UsageError, match=r"did not pass the border") as caught:
-        run_ranks(call_a_part, 2)
+        run_ranks(use_directly, 2, how)
 
     assert "booster.backward(loss)" in caught.value.hint
 

@@ -119,6 +119,25 @@ def test_parameters_that_join_leave_or_move_are_exact(
     check(story, world_size=world_size)
 
 
+def unfreeze_and_look(precision: str) -> list[str]:
+    """Unfreeze a layer that the optimizer holds, run backward, and return what its gradients show."""
+    model: Any = half_frozen().float()
+    model, optimizer = Booster(precision=precision).boost(model, adam_over_all(model))
+    model.first.requires_grad_(requires_grad=True)
+    model(batch_of(dist.get_rank(), 0).float()).square().mean().backward()
+    shown = [repr(value.grad) for value in model.first.parameters()]
+    optimizer.step()
+    return [*shown, str(optimizer.stepped or optimizer.skipped_steps)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parameters_unfrozen_in_place_are_guarded_at_once(precision: str) -> None:
+    """The first gradient after ``requires_grad_`` is no more reduced than any other."""
+    for *shown, counted in run_ranks(unfreeze_and_look, 2, precision):
+        assert all("not reduced yet" in text for text in shown), shown
+        assert counted
+
+
 def add_in_the_middle() -> tuple[list[str], float]:
     """Unfreeze a layer into a group between two backward passes; return what is shown, and the norm."""
     torch.manual_seed(0)

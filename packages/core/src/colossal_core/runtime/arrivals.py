@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    import torch
+
     from colossal_core.runtime.loss_scale import LossScale
 
 __all__ = ["Arrivals"]
@@ -38,10 +40,10 @@ class Arrivals:
         """Scale of the gradients that arrive now; 1.0 without fp16."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, parameter: torch.Tensor) -> None:
         """Refuse a gradient that should be scaled and is not; see :meth:`LossScale.check`."""
         if self.loss_scale is not None:
-            self.loss_scale.check(name)
+            self.loss_scale.check(name, parameter)
 
     @contextmanager
     def weighed(self, weight: float = 1.0) -> Iterator[None]:

@@ -40,6 +40,7 @@ from colossal_core.runtime.context import Context
 from colossal_core.runtime.copies import refuse_copies
 from colossal_core.runtime.engine import Engine
 from colossal_core.runtime.executor import PlainExecutor
+from colossal_core.runtime.grouping import notice_unfrozen
 from colossal_core.runtime.launch import rendezvous_store
 from colossal_core.runtime.ledger import Ledger
 from colossal_core.runtime.loss_scale import LossScale, ScaleBorder
@@ -143,6 +144,8 @@ def build_engine(
         observers=registry.observers,
     )
     _install_borders(engine, borders)
+    for model in objects.models.values():
+        engine.handles.extend(notice_unfrozen(model, engine))
     partial = {context.table.tensor(entry) for entry in engine.partial_entries()}
     for model in objects.models.values() if partial else ():
         engine.handles.extend(refuse_copies(model, partial, "only parts of it"))
@@ -352,14 +355,18 @@ def _make_equal(context: Context, agreement: Agreement) -> None:
     digests = agreement.share("values", _digest([tensor for _, tensor in tensors]))
     if len(set(digests)) == 1:
         return
-    if context.mesh.rank == 0:
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        warnings.warn(
-            f"ranks {different} were built with other values than rank 0; the values of rank 0 are used. "
-            "Build models after launch(), which seeds all ranks alike, and before any boost(): from then on "
-            "random numbers depend on the rank's share of the batch.",
-            stacklevel=4,
-        )
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+    def warn_once() -> None:
+        if context.mesh.rank == 0:
+            warnings.warn(
+                f"ranks {different} were built with other values than rank 0; the values of rank 0 are used. "
+                "Build models after launch(), which seeds all ranks alike, and before any boost(): from then "
+                "on random numbers depend on the rank's share of the batch.",
+                stacklevel=6,  # the line that calls boost()
+            )
+
+    agreement.attempt("warn of values", warn_once)  # a filter may turn it into an error, on rank 0 alone
     everyone = context.mesh.everyone()
     for _, tensor in tensors:
         if tensor.numel():

@@ -302,9 +302,14 @@ class AbstractFlatManager(AbstractMemoryManager):
 
     def _close_window(self, owned: Owned, scale: float, *, updated: bool) -> None:
         """Open the next window; in fp32 and fp64 ``p.grad`` then shows the averaged, clipped gradient."""
-        shows = updated and all(not held.keeps_master for held in owned.ranges)
+        # The update scales gradients in place, unless it works on a wider copy of them.
+        scaled = {held.buffer for held in owned.ranges if updated and not held.keeps_master}
+        lacks = factor_of(scale)
         owned.window.open_next()
-        owned.window.show(gradients=shows, scale=factor_of(scale))
+        owned.window.show(
+            gradients=updated and len(scaled) == len(owned.ranges),
+            scale=lambda buffer: 1.0 if buffer in scaled else lacks(buffer),
+        )
         owned.is_summed = False
 
     def regroup(self, optimizer: int) -> None:

@@ -1,21 +1,20 @@
 """Loss scaling for fp16: small gradients are lifted into the range of fp16, and lowered again in the update.
 
 The one idea: the scale enters where the loss meets the model. Gradients that flow into a model through its
-    outputs are
-multiplied by the scale, gradients that leave it through its inputs are divided by it, so the user's own code
-around the model never sees scaled values. ``booster.backward`` is the explicit form: it scales the loss
-itself and switches these borders off, which is right for every graph, gradient penalties and losses on
-sub-modules included.
+outputs are multiplied by the scale, gradients that leave it through its inputs are divided by it, so the
+user's own code around the model never sees scaled values. ``booster.backward`` is the explicit form: it
+scales the loss itself and switches these borders off, which is right for every graph, gradient penalties and
+losses on sub-modules included.
 
 # Note [Passing the border] A gradient that reaches an fp16 parameter unscaled would be silently wrong, so
 each backward pass has to prove that it was scaled: a border opens the gate for the pass that runs through it,
 ``booster.backward`` opens it for its own, and a parameter that gets a gradient while the gate is closed
-raises. A border that runs with gradients enabled builds a graph of gradients; what is derived from that can
-only be scaled explicitly.
+raises. So does one that the same pass also reaches past the border, as a penalty on parameters does: the sum
+of both gradients has no scale. A border that runs with gradients enabled builds a graph of gradients; what is
+derived from that can only be scaled explicitly.
 
 Source: Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2; dynamic scaling with hysteresis as
-    in
-Megatron-LM.
+in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import torch
 from colossal_core.errors import NonFiniteError, UsageError
 from colossal_core.interfaces import AbstractBorder
 from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.passes import find_direct_uses, mark_exit
 from colossal_core.runtime.precision import cast_floating, map_tensors
 
 __all__ = ["LossScale", "ScaleBorder"]
@@ -64,6 +64,7 @@ class LossScale:
         self._is_open = False
         self._is_explicit = False
         self._needs_explicit = False
+        self._direct: set[torch.Tensor] | None = None
 
     # --- the rules ------------------------------------------------------------------------------------------
 
@@ -116,11 +117,13 @@ class LossScale:
             self._needs_explicit = True
         if not self._is_open:
             self._is_open = True
+            self._direct = set() if self._is_explicit else find_direct_uses()
             at_end_of_backward(self._close)
 
     def _close(self) -> None:
         """Close the gate at the end of a backward pass."""
         self._is_open = False
+        self._direct = None
 
     @contextmanager
     def explicit(self) -> Iterator[None]:
@@ -131,18 +134,23 @@ class LossScale:
         finally:
             self._is_explicit = self._needs_explicit = False
 
-    def check(self, name: str) -> None:
-        """Refuse a gradient of a parameter that was not scaled.
+    def check(self, name: str, parameter: torch.Tensor) -> None:
+        """Refuse a gradient of a parameter that was not scaled, or not all of it.
+
+        Args:
+            name: Its name.
+            parameter: The parameter that is about to get a gradient.
 
         Raises:
             UsageError: Naming the parameter and ``booster.backward``.
         """
-        if self._is_explicit or (self._is_open and not self._needs_explicit):
+        passed = self._is_open and not self._needs_explicit
+        if self._is_explicit or (passed and self._direct is not None and parameter not in self._direct):
             return
         self._is_open = self._needs_explicit = False
         raise UsageError(
-            f"parameter {name!r} gets a gradient that did not pass the border of the boosted model, or that "
-            "comes from a gradient of a gradient, so it lacks the loss scale of fp16",
+            f"parameter {name!r} gets a gradient that did not pass the border of the boosted model, at least "
+            "in part, or that comes from a gradient of a gradient, so it lacks the loss scale of fp16",
             hint="replace loss.backward() by booster.backward(loss)",
         )
 
@@ -159,15 +167,19 @@ class ScaleBorder(AbstractBorder):
     def __init__(self, scale: LossScale) -> None:
         """Follow a scale."""
         self._scale = scale
+        self._entered: list[torch.Tensor] = []
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast floating inputs to fp16, and watch those that need gradients."""
+        self._entered.clear()
         cast_args, cast_kwargs = cast_floating(map_tensors(self._watch_input, (args, kwargs)), torch.float16)
         return cast_args, cast_kwargs
 
     def exit(self, outputs: Any) -> Any:
         """Cast fp16 outputs to fp32, and watch those that need gradients."""
-        return map_tensors(self._watch_output, outputs)
+        watched = map_tensors(self._watch_output, outputs)
+        self._entered.clear()
+        return watched
 
     def _watch_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias whose gradient is divided by the scale; the caller may use the tensor too."""
@@ -175,6 +187,7 @@ class ScaleBorder(AbstractBorder):
             return tensor
         alias = tensor.view_as(tensor)
         alias.register_hook(self._lower)
+        self._entered.append(alias)
         # The model may work in place on what it gets, which would take the hook out of the graph.
         return alias.clone() if alias.dtype == torch.float16 else alias
 
@@ -185,6 +198,7 @@ class ScaleBorder(AbstractBorder):
             return tensor.float() if narrow else tensor
         copy = tensor.float() if narrow else tensor.clone()
         copy.register_hook(self._raise)
+        mark_exit(copy, self._entered)
         return copy
 
     def _raise(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -256,7 +256,7 @@ class GradientWindow:
 
     def before_accumulation(self, lane: AbstractLane, index: int, touch: Touch) -> None:
         """Check that a gradient may arrive, and let its lane say what autograd shall add to."""
-        self._arrivals.check(touch.slot.name)
+        self._arrivals.check(touch.slot.name, touch.slot.parameter)
         lane.before_accumulation(index, touch)
 
     def after_accumulation(self, lane: AbstractLane, index: int, touch: Touch) -> None:

@@ -138,8 +138,12 @@ def export_model(
         ),
     )
     engine.agreement.compare("the export", _lines(plan), explain_disagreement)
-    if plan.note and is_first:
-        warnings.warn(plan.note, stacklevel=3)
+
+    def warn_once() -> None:
+        if plan.note and is_first:
+            warnings.warn(plan.note, stacklevel=5)  # the line that calls export()
+
+    engine.agreement.attempt("export: warn", warn_once)  # a filter may turn it into an error
     agreement = long_agreement(engine)
     mark = agreement.share("mark of the export", secrets.token_hex(6) if is_first else "")[0]
     writing = _Writing(engine, plan, path, mark)
