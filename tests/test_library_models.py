@@ -130,12 +130,15 @@ def test_traffic_with_divided_sequences_is_that_of_the_formula(name: str) -> Non
     assert ranks[0].words == pytest.approx(expected + positions)
 
 
-def test_ranks_hold_their_share() -> None:
-    """Of a Llama each of two ranks holds half of every matrix, and the norms."""
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_ranks_hold_their_share(name: str) -> None:
+    """Each of two ranks holds half of every matrix, stacked experts too; norms and routers are common."""
+    common = {f"model.layers.{number}.mlp.gate.weight" for number in range(2)}
     pieces = (TensorParallel(degree=2),)
 
-    found = run_ranks(train_on_ranks, 2, "llama", pieces, "plain", timeout_seconds=100)
+    found = run_ranks(train_on_ranks, 2, name, pieces, "plain", timeout_seconds=100)
 
-    norms = sum(value.numel() for key, value in found[0].weights.items() if "norm" in key)
+    norms = sum(value.numel() for key, value in found[0].weights.items() if "norm" in key or key in common)
     whole = sum(value.numel() for value in found[0].weights.values())
     assert found[0].elements + found[1].elements == whole + norms
+    assert abs(found[0].elements - norms - (whole - norms) / 2) < 0.01 * whole

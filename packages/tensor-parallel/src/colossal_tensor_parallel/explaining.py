@@ -26,7 +26,8 @@ class Row:
 
     Attributes:
         module: Its name.
-        decision: ``"column"``, ``"row"``, ``"gathered-column"``, ``"vocabulary"`` or ``"whole"``.
+        decision: ``"column"``, ``"row"``, ``"gathered-column"``, ``"vocabulary"`` or ``"whole"``; for modules
+            of stacked experts ``"experts"``.
         reason: Why.
         whole_bytes: Weight and bias of the serial layer, a tied weight counted at its first name.
         rank_bytes: Most that a rank holds of them.
@@ -159,6 +160,23 @@ def describe(model: nn.Module, made: ModelPlan, degree: int) -> Explanation:
                 module=decision.name,
                 decision=decision.cut,
                 reason=decision.reason,
+                whole_bytes=whole,
+                rank_bytes=mine,
+            )
+        )
+    for cut in made.experts:
+        whole, mine = 0, 0
+        for kind, (_, split) in cut.splits.items():
+            parameter = model.get_submodule(cut.name).get_parameter(kind)
+            size = parameter.numel() * parameter.element_size()
+            whole += size
+            mine += max(split.local_size(rank, degree) for rank in range(degree)) * size // split.size
+        saved += whole - mine
+        rows.append(
+            Row(
+                module=cut.name,
+                decision="experts",
+                reason=cut.reason,
                 whole_bytes=whole,
                 rank_bytes=mine,
             )

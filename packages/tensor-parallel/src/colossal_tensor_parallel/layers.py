@@ -15,16 +15,25 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from attrs import frozen
+from torch.utils import _pytree as pytree
 
 from colossal_core.errors import CapabilityError
 from colossal_core.runtime.replacement import Stand, replacement_of
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.logits import SplitLogits
 from colossal_tensor_parallel.products import Entrance, multiply, multiply_entered
-from colossal_tensor_parallel.tokens import TOKENS, Lot, SplitTokens, divide_tokens, is_known, plain
-from colossal_tensor_parallel.wires import Wire, add_up, join_pieces, on_first, sum_pieces
+from colossal_tensor_parallel.tokens import (
+    TOKENS,
+    Lot,
+    SplitTokens,
+    divide_tokens,
+    is_known,
+    plain,
+    whole_tokens,
+)
+from colossal_tensor_parallel.wires import Wire, add_up, enter, join_pieces, on_first, sum_pieces
 
-__all__ = ["CutColumn", "CutHead", "CutRow", "CutTable", "OfTokens", "Works"]
+__all__ = ["CutColumn", "CutExperts", "CutHead", "CutRow", "CutTable", "OfTokens", "Works"]
 
 LEAST_DIMS = 3
 """Dims from which outputs are divided: rows of ``[tokens, features]`` are often sorted anew."""
@@ -145,6 +154,26 @@ class CutTable(Stand):
             rows = super().forward(inside)
         summand = rows.masked_fill(outside.unsqueeze(-1), 0.0)
         return _divided_sum(summand, works, None) if works.divides else add_up(summand, works.wire)
+
+
+@final
+class CutExperts(Stand):
+    """Stacked experts with some of their hidden features; the ranks' summands are added up."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Map common activations and routing weights to common outputs."""
+        wire = _works(self).wire
+        entered = pytree.tree_map(lambda leaf: _entered(leaf, wire), (args, kwargs))
+        summand: torch.Tensor = super().forward(*entered[0], **entered[1])
+        return add_up(summand, wire)
+
+
+def _entered(leaf: Any, wire: Wire) -> Any:
+    """Return an argument of experts, of which each rank computes something else."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    whole = whole_tokens(leaf)
+    return enter(whole, wire) if whole.requires_grad and torch.is_grad_enabled() else whole
 
 
 @final

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch.utils import _pytree as pytree
 
-from colossal_tensor_parallel.loss import cut_cross_entropy
+from colossal_tensor_parallel.loss import cut_cross_entropy, cut_logsumexp
 from colossal_tensor_parallel.wires import join_pieces
 
 if TYPE_CHECKING:
@@ -197,6 +197,17 @@ def _cross_entropy(logits: SplitLogits, call: _Call) -> Any:
     return cut_cross_entropy(logits.piece, target, logits.wire, _width(logits), **given)
 
 
+def _logsumexp(logits: SplitLogits, call: _Call) -> Any:
+    """Reduce the classes, as z-loss does."""
+    given = {**dict(zip(("dim", "keepdim"), call.args, strict=False)), **call.kwargs}
+    dims = given.pop("dim", None)
+    keeps = given.pop("keepdim", False)
+    if given or dims not in [-1, logits.piece.dim() - 1, (-1,), [-1]]:
+        return NotImplemented
+    found = cut_logsumexp(logits.piece, logits.wire)
+    return found.unsqueeze(-1) if keeps else found
+
+
 def _getter(name: str) -> Any:
     """Return what torch calls to read an attribute of a tensor."""
     return getattr(torch.Tensor, name).__get__
@@ -261,5 +272,7 @@ _HANDLERS: Mapping[Any, Handler] = {
     torch.flatten: _flat,
     torch.Tensor.__getitem__: _picked,
     F.cross_entropy: _cross_entropy,
+    torch.logsumexp: _logsumexp,
+    torch.Tensor.logsumexp: _logsumexp,
 }
 """What acts on pieces; a handler that returns ``NotImplemented`` leaves a call to the whole."""

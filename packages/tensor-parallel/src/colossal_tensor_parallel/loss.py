@@ -3,7 +3,7 @@
 With the largest logit ``m`` of a token over all ranks, the loss is ``log(sum(exp(z - m))) - (z_target - m)``.
 The maximum, and then the sum of exponentials with the target's logit, which only one rank has, are all that
 ranks have to tell each other. The gradient, softmax minus one-hot, needs nothing more. Label smoothing needs
-one more word, the sum of all logits.
+one more word, the sum of all logits. The logarithm of the sum by itself, which z-loss squares, takes two.
 
 Source: Shoeybi et al., *Megatron-LM*, 2019, section 3 (the fused cross entropy).
 """
@@ -21,7 +21,7 @@ from colossal_tensor_parallel.wires import call_function
 if TYPE_CHECKING:
     from colossal_tensor_parallel.wires import Wire
 
-__all__ = ["cut_cross_entropy"]
+__all__ = ["cut_cross_entropy", "cut_logsumexp"]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -62,6 +62,36 @@ def cut_cross_entropy(
         return losses
     total = losses.sum()
     return total / counts.sum() if reduction == "mean" else total
+
+
+def cut_logsumexp(piece: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Return the logarithm of the sum of exponentials of all classes; the same on all ranks.
+
+    Args:
+        piece: This rank's logits ``[..., this rank's classes]``.
+        wire: The ranks.
+    """
+    return call_function(_CutLogSumExp, piece, wire)
+
+
+class _CutLogSumExp(torch.autograd.Function):
+    """Logarithm of the sum of exponentials over the last dim, of which each rank has a piece."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, wire: Wire) -> torch.Tensor:
+        """Return it for each token."""
+        wide = piece.float() if piece.element_size() < 4 else piece
+        largest = wire.largest(wide.amax(dim=-1))
+        found = wire.sum((wide - largest.unsqueeze(-1)).exp_().sum(dim=-1)).log() + largest
+        ctx.save_for_backward(piece, found)
+        return found.to(piece.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the softmax, times the gradient of each token."""
+        piece, found = ctx.saved_tensors
+        weights = (piece - found.unsqueeze(-1)).exp_()
+        return weights.mul_(gradients[0].unsqueeze(-1)).to(piece.dtype), None
 
 
 class _CutCrossEntropy(torch.autograd.Function):

@@ -19,6 +19,7 @@ from colossal_core.errors import CapabilityError, UsageError
 from colossal_tensor_parallel.candidates import Attribute, Proof
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.examples import Example
+from colossal_tensor_parallel.experts import find_experts
 from colossal_tensor_parallel.groups import Group, Layer, find_groups, list_layers
 from colossal_tensor_parallel.guessing import Guesses, read_heads
 from colossal_tensor_parallel.patterns import match_roles, read_library_plan
@@ -135,7 +136,10 @@ class _Planner:
                 self._decide_alone(name)
         self._check_roles()
         decisions = tuple(self._found[name] for name in self._layers)
-        if all(decision.cut == "whole" for decision in decisions):
+        experts = [] if self._trace is None else find_experts(self._model, self._trace, self._degree)
+        for cut in experts:
+            self._attributes.extend(cut.attributes)
+        if not experts and all(decision.cut == "whole" for decision in decisions):
             reasons = dict.fromkeys(decision.reason for decision in decisions)
             raise CapabilityError(
                 f"nothing of this {type(self._model).__name__} can be cut among {self._degree} ranks: "
@@ -146,6 +150,7 @@ class _Planner:
             decisions=decisions,
             attributes=tuple(self._attributes),
             shared=tuple(dict.fromkeys(self._shared)),
+            experts=tuple(experts),
         )
 
     # --- what cannot be cut ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from colossal_core.runtime.table import Key, Part
 from colossal_tensor_parallel.borders import CutBorder, complete
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.draws import Dice
-from colossal_tensor_parallel.layers import OfTokens, Works
+from colossal_tensor_parallel.layers import CutExperts, OfTokens, Works
 from colossal_tensor_parallel.planning import plan_model
 from colossal_tensor_parallel.products import Entrance
 from colossal_tensor_parallel.regions import stand_of, works_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractBorder
     from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
+    from colossal_core.runtime.replacement import Stand
     from colossal_tensor_parallel.options import TensorParallel
 
 __all__ = ["TensorParallelStrategy"]
@@ -88,6 +89,12 @@ class TensorParallelStrategy(AbstractStrategy):
                         seen.add(tensor)
                         parts = _parts(decision.split, tensor.shape, dim, rank, layout)
                         cuts[name, f"{decision.name}.{kind}"] = parts
+            for experts in made.experts:
+                module = model.get_submodule(experts.name)
+                check_replaceable([model], experts.name, module)
+                for kind, (dim, split) in experts.splits.items():
+                    shape = module.get_parameter(kind).shape
+                    cuts[name, f"{experts.name}.{kind}"] = _parts(split, shape, dim, rank, layout)
             for piece in () if made.regions is None else made.regions.pieces:
                 check_replaceable([model], piece, model.get_submodule(piece))
             for shared in made.shared:
@@ -183,10 +190,12 @@ class TensorParallelStrategy(AbstractStrategy):
             replacement = replace_module([model], decision.name, module, stand_of(decision), works)
             serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
             context.undo.append(replacement.undo)
-        for piece in () if made.regions is None else made.regions.pieces:
-            module = model.get_submodule(piece)
-            works = Works(entrance=self._entrances[name], size=0, name=piece)
-            replacement = replace_module([model], piece, module, OfTokens, works)
+        others: list[tuple[str, type[Stand]]] = [(cut.name, CutExperts) for cut in made.experts]
+        others += [(piece, OfTokens) for piece in (() if made.regions is None else made.regions.pieces)]
+        for path, kind in others:
+            module = model.get_submodule(path)
+            works = Works(entrance=self._entrances[name], size=0, name=path)
+            replacement = replace_module([model], path, module, kind, works)
             serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
             context.undo.append(replacement.undo)
 

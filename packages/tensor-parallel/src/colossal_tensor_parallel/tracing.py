@@ -92,12 +92,14 @@ class Trace:
         calls: First call of every module that was called.
         is_fake: Whether the recorded tensors have no values.
         dtype: Of the floating ones that the model was given.
+        read_outside: Modules whose parameters another module used.
     """
 
     layers: dict[str, LayerUse]
     calls: dict[str, Recorded]
     is_fake: bool
     dtype: torch.dtype
+    read_outside: frozenset[str] = frozenset()
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -224,6 +226,7 @@ class _Watch:
             for parameter in own_parameters(module).values():
                 self._owners.setdefault(parameter, set()).add(module)
         self._stack: list[nn.Module] = []
+        self._read_outside: set[str] = set()
         self._nodes: dict[Any, str] = {}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[Any]]] = {}
         self._values: dict[str, tuple[list[Any], list[bool]]] = {}
@@ -257,7 +260,13 @@ class _Watch:
             )
             for name, (args, kwargs, outputs) in self._calls.items()
         }
-        return Trace(layers=self._layers, calls=calls, is_fake=self._is_fake, dtype=self._dtype)
+        return Trace(
+            layers=self._layers,
+            calls=calls,
+            is_fake=self._is_fake,
+            dtype=self._dtype,
+            read_outside=frozenset(self._read_outside),
+        )
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module is called, and what feeds it when it is a layer."""
@@ -302,6 +311,8 @@ class _Watch:
         if owners is None or (reader in owners and self._names[reader] in self._layers):
             return
         for owner in owners:
+            if reader not in owners:
+                self._read_outside.add(self._names[owner])
             use = self._layers.get(self._names[owner])
             if use is not None:
                 use.is_read_outside = True
