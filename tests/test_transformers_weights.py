@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from colossal_core.boxes import Box
+from colossal_core.checkpoint.exporting import export_object
 from colossal_core.checkpoint.safetensors_format import read_header
 from colossal_core.errors import CheckpointError
 from colossal_core.interfaces import AbstractStrategy, Proposal
@@ -397,11 +398,27 @@ def test_another_version_of_transformers_keeps_serial_names(
 
 def test_only_some_models_need_a_conversion() -> None:
     """Others can be exported from their checkpoint, without their class."""
-    assert hub.needs_conversion(make("mixtral", seed=1))
-    assert not hub.needs_conversion(make("tied llama", seed=1))
-    assert not hub.needs_conversion(make("t5", seed=1))
-    assert not hub.needs_conversion(nn.Linear(2, 2))
+    assert hub.names_in_files(make("mixtral", seed=1)) is None
+    assert hub.names_in_files(make("tied llama", seed=1)) == {}
+    assert hub.names_in_files(make("t5", seed=1)) == {}
+    assert hub.names_in_files(nn.Linear(2, 2)) == {}
     tied_by_hand = make("llama", seed=1)
-    assert not hub.needs_conversion(tied_by_hand)
+    assert hub.names_in_files(tied_by_hand) == {}
     tied_by_hand.lm_head.weight = tied_by_hand.model.embed_tokens.weight
-    assert hub.needs_conversion(tied_by_hand)
+    both = ["model.embed_tokens.weight", "lm_head.weight"]
+    assert hub.names_in_files(tied_by_hand) == {both[0]: both}
+
+
+def test_a_checkpoint_is_exported_under_the_names_of_the_hub(tmp_path: Path) -> None:
+    """Where names are all that differs, no class of the model is needed."""
+    model = make("vit", seed=1)
+    booster = Booster()
+    booster.boost(model)
+    saved = booster.save(tmp_path / "runs")
+
+    export_object(saved, tmp_path / "out")
+
+    booster.export(model, tmp_path / "wanted")
+    wanted = contents_of(tmp_path / "wanted")
+    assert contents_of(tmp_path / "out") == wanted
+    assert wanted.keys() != model.state_dict().keys()

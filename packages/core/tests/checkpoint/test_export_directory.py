@@ -107,7 +107,6 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path.parent / "elsewhere")
     foreign = {
         "notes.txt": b"mine",
-        "tokenizer.json": b"{}",
         "model-00001-of-00001.safetensors": struct.pack("<Q", 2) + b"{}",
         "pytorch_model.bin": b"PK",
     }
@@ -119,8 +118,38 @@ def test_foreign_files_are_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no export of ours has written") as caught:
         check_target(tmp_path)
 
-    assert "and 3 more" in caught.value.message
+    assert "and 2 more" in caught.value.message
     assert _names(tmp_path) == {*foreign, "folder", "model.safetensors", *_BOTH}
+
+
+def test_files_of_tokenizers_stay_beside_an_export(tmp_path: Path) -> None:
+    """They are saved into the same directory: no export takes them for foreign, or deletes them."""
+    companions = {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+        "README.md",
+        "vocab.txt",
+    }
+    for name in companions:
+        (tmp_path / name).write_text(name, encoding="utf-8")
+
+    for configurations in (_BOTH, {}):
+        _export(tmp_path, configurations=configurations)
+
+    assert _names(tmp_path) == {*companions, "model.safetensors"}
+    assert all((tmp_path / name).read_text(encoding="utf-8") == name for name in companions)
+
+
+def test_a_place_that_cannot_be_written_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
+    """Not by the hidden name that a file has on its way."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+
+    with pytest.raises(CheckpointError, match="cannot write") as caught:
+        _export(tmp_path / "file" / "inner")
+
+    assert str(tmp_path / "file" / "inner" / "model.safetensors") in caught.value.message
+    assert ".tmp" not in caught.value.message
 
 
 def test_a_directory_of_someone_elses_weights_is_foreign(tmp_path: Path) -> None:

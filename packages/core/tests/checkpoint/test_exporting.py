@@ -107,6 +107,7 @@ def test_the_object_has_to_be_clear(directory: Path, tmp_path: Path) -> None:
             export_object(source, tmp_path / "out", name=name)
 
         assert text in str(caught.value)
+        assert source is not two or name or "--object NAME" in str(caught.value)
     assert export_object(two, tmp_path / "out", name="critic").num_tensors == 1
 
 
@@ -126,6 +127,25 @@ def test_names_that_the_hub_stores_differently_need_the_classes(tmp_path: Path) 
 
         assert "booster.export" in caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_names_in_files_are_those_of_the_hub(tmp_path: Path) -> None:
+    """Renamed, under several names, or left out; averages follow their model."""
+    names = {"w": ["encoder.w"], "head": ["head", "tied"], "cache": []}
+    tensors = {"w": _floats(1.0), "head": _floats(2.0), "cache": _floats(3.0), "same": _floats(4.0)}
+    objects = {
+        "model": SampleObject(tensors=tensors, details={"hub": {"needs_conversion": False, "names": names}}),
+        "average": SampleObject(kind="average", tensors={"w": _floats(5.0)}, details={"model": "model"}),
+    }
+    directory = write_checkpoint(tmp_path / "runs", objects)
+
+    export_object(directory, tmp_path / "out")
+    export_object(directory, tmp_path / "averaged", name="average")
+
+    wanted = {"encoder.w": 1.0, "head": 2.0, "tied": 2.0, "same": 4.0}
+    assert {name: float(tensor) for name, tensor in _load(tmp_path / "out").items()} == wanted
+    averaged = {name: float(tensor) for name, tensor in _load(tmp_path / "averaged").items()}
+    assert averaged == {**wanted, "encoder.w": 5.0}
 
 
 def test_damage_leaves_the_earlier_export(directory: Path, tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ def fail_in_background(root: Path) -> None:
     take_steps(booster, *objects, 1)
     with full_disk(is_full=not booster.is_first):
         booster.save(root, asynchronous=True)
-        take_steps(booster, *objects, 50)
+        for _ in range(200):
+            take_steps(booster, *objects, 1)
+            time.sleep(0.02)  # the writer needs some time, too, where the machine is busy
 
 
 def full_disk(*, is_full: bool) -> Any:
@@ -278,3 +280,4 @@ def test_save_that_only_rank_0_calls_ends_with_an_error_that_names_the_others(tm
 
     assert isinstance(errors[0], RankMismatchError)
     assert "ranks [1] did not reach 'save'" in str(errors[0])
+    assert "is_first" in str(errors[0])

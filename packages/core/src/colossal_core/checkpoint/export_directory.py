@@ -1,8 +1,8 @@
 """Directories that ``from_pretrained`` reads: planned, filled under hidden names, then put in place at once.
 
 The one idea: every file of an export says in its header that it is one, and which files without a header lie
-beside it. So an export knows an earlier one and replaces it, and everything else in a directory is foreign:
-it is left alone, and the export is refused.
+beside it. So an export knows an earlier one and replaces it. What others save beside weights (tokenizers,
+processors, a model card) stays where it is; everything else in a directory is foreign: the export is refused.
 
 Whoever exports calls, in this order: :func:`check_target`, :func:`plan_export`, then for each shard
 :func:`write_shard` (one process has all bytes) or :func:`create_shard` (several write at the offsets of
@@ -50,8 +50,15 @@ MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, unless told otherwise: the largest that the hub takes without extra tools."""
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+_TEMPORARY = re.compile(r"\.(?P<file>.+)\.[0-9a-f]{12}\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+_COMPANION = re.compile(
+    r"README\.md|LICENSE(\..+)?|\.gitattributes|added_tokens\.json|chat_template\.(jinja|json)|merges\.txt"
+    r"|(preprocessor|processor|video_preprocessor)_config\.json|special_tokens_map\.json"
+    r"|(sentencepiece\.bpe|source|spiece|target|tokenizer)\.model|tokenizer(_config)?\.json|vocab\.(json|txt)"
+)
+"""Files that transformers' tokenizers and processors, and the hub, keep in a directory of weights."""
 
 _SIGN = "colossal_export"
 """Key in the metadata of a file that an export has written; its value lists the files without metadata."""
@@ -197,7 +204,8 @@ def check_target(directory: Path) -> frozenset[str]:
         Names of the files in it: what earlier and interrupted exports have left.
 
     Raises:
-        CheckpointError: It is no directory, cannot be read, or holds foreign files; names them.
+        CheckpointError: It is no directory, cannot be read, or holds foreign files; names them. Files of
+            tokenizers and processors are not foreign.
     """
     try:
         ours, foreign = _survey(directory) if os.path.lexists(directory) else (set(), [])
@@ -323,7 +331,7 @@ def _survey(directory: Path) -> tuple[set[str], list[str]]:
         beside.update(listed or ())
         if listed is not None or (is_plain and _TEMPORARY.fullmatch(path.name)):
             ours.add(path.name)
-        else:
+        elif not (is_plain and _COMPANION.fullmatch(path.name)):
             others.append(path)
     unsigned = {
         path.name for path in others if path.name in beside and path.is_file() and not path.is_symlink()
@@ -362,12 +370,14 @@ def _read_metadata(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _explain(path: Path) -> Iterator[None]:
-    """Turn what the system says about a path into our error."""
+    """Turn what the system says about a path into our error, which names the file that it is to become."""
     try:
         yield
     except OSError as err:
+        hidden = _TEMPORARY.fullmatch(path.name)
+        shown = path.with_name(hidden["file"]) if hidden else path
         raise CheckpointError(
-            f"cannot write {path}: {err.strerror or err}",
+            f"cannot write {shown}: {err.strerror or err}",
             hint="free space or choose another directory; an earlier export is replaced when all is written",
         ) from err
 

@@ -53,9 +53,9 @@ def export_object(
 ) -> Exported:
     """Write a model or an average of a checkpoint as plain safetensors files.
 
-    Tensors keep their names and types. An average is completed by what it does not average, such as buffers,
-    from its model. Configurations of the model travel along. An earlier export in the target is replaced when
-    all is written.
+    Tensors keep their types, and have the names under which the hub stores them. An average is completed by
+    what it does not average, such as buffers, from its model. Configurations of the model travel along. An
+    earlier export in the target is replaced when all is written.
 
     Args:
         directory: Directory of one checkpoint.
@@ -72,13 +72,14 @@ def export_object(
     manifest = read_manifest(directory)
     name = choose_object(manifest, name)
     tensors, model = _collect_tensors(manifest, name)
-    for record in (manifest.objects[name], manifest.objects.get(model)):
-        hub = record.details.get("hub") if record is not None else None
-        if isinstance(hub, dict) and hub.get("needs_conversion"):
+    hub = manifest.objects[model].details.get("hub") if model in manifest.objects else None
+    if isinstance(hub, dict):
+        if hub.get("needs_conversion"):
             raise CapabilityError(
                 f"{name!r} of {directory} has tensors that the hub stores in another form",
                 hint="load it in a script and call booster.export(model, directory), which converts",
             )
+        tensors = _rename(tensors, hub.get("names"))
     check_target(target)
     plan = plan_export(
         [TensorSpec(name=key, dtype=tensor.dtype, shape=tensor.shape) for key, tensor in tensors.items()],
@@ -129,7 +130,9 @@ def choose_object(manifest: Manifest, name: str) -> str:
     if len(models) != 1:
         raise UsageError(
             f"the checkpoint holds {len(models)} models: {join_names(models)}",
-            hint="say which object to export" if models else "it holds nothing to export",
+            hint="choose one: name=..., or --object NAME on the command line"
+            if models
+            else "it holds nothing to export",
         )
     return models[0]
 
@@ -141,3 +144,18 @@ def _collect_tensors(manifest: Manifest, name: str) -> tuple[dict[str, TensorRec
     if record.kind == "average" and model in manifest.objects:
         return {**manifest.objects[model].tensors, **record.tensors}, model
     return dict(record.tensors), name
+
+
+def _rename(tensors: dict[str, TensorRecord], names: object) -> dict[str, TensorRecord]:
+    """Return tensors under the names that files give them.
+
+    Args:
+        tensors: By serial name.
+        names: Names in files by serial name, of those that differ; anything else changes nothing.
+    """
+    found: dict[str, TensorRecord] = {}
+    for key, tensor in tensors.items():
+        targets = names.get(key) if isinstance(names, dict) else None
+        for target in [key] if targets is None else targets:
+            found[str(target)] = tensor
+    return found

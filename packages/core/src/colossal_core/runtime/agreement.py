@@ -72,7 +72,8 @@ class Agreement:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RankMismatchError(
                 f"ranks {missing} did not reach {topic!r} within {self._timeout.total_seconds():.0f} seconds",
-                hint="look at their output; every rank must make the same calls in the same order",
+                hint="look at their output; every rank must make the same calls in the same order, also "
+                "those that write: save() and export() do not belong under `if booster.is_first`",
             ) from err
         return [self._store.get(key).decode() for key in keys]
 

@@ -41,7 +41,7 @@ __all__ = [
     "NameMap",
     "configuration_texts",
     "drop_ignored",
-    "needs_conversion",
+    "names_in_files",
     "plan_reading",
     "plan_writing",
     "stored_names",
@@ -104,12 +104,16 @@ def plan_writing(model: nn.Module, forms: Forms) -> NameMap:
         return NameMap(renamed=same, note=_note(err))
 
 
-def needs_conversion(model: nn.Module, forms: Forms | None = None) -> bool:
-    """Return whether files of the hub hold this model otherwise than its own state dict does.
+def names_in_files(model: nn.Module, forms: Forms | None = None) -> dict[str, list[str]] | None:
+    """Return how files of the hub call the tensors of a model, as far as otherwise than the model does.
 
     Args:
         model: The model.
         forms: Its tensors by serial name, with serial shapes; those of the model as it is when None.
+
+    Returns:
+        Names in files by serial name: none for what is left out, several for what readers would not tie
+        again. None when some tensors have another form there, so that names are not enough.
     """
     names: dict[torch.Tensor, list[str]] = {}
     for named in (model.named_parameters, model.named_buffers):
@@ -118,8 +122,10 @@ def needs_conversion(model: nn.Module, forms: Forms | None = None) -> bool:
     known = {every[0]: Form.of(tensor) for tensor, every in names.items()} if forms is None else forms
     stored = stored_names(model, {every[0]: every for every in names.values() if every[0] in known})
     found = plan_writing(model, {name: known[key] for key, kept in stored.items() for name in kept})
-    is_renamed = any(kept not in {(), (key,)} for key, kept in stored.items())
-    return is_renamed or bool(found.conversions) or any(a != b for a, b in found.renamed.items())
+    if found.conversions:
+        return None
+    targets = {key: [found.renamed[name] for name in kept] for key, kept in stored.items()}
+    return {key: every for key, every in targets.items() if every != [key]}
 
 
 def _plan_writing(model: nn.Module, forms: Forms) -> NameMap:

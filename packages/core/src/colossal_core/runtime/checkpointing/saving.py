@@ -31,7 +31,7 @@ from colossal_core.checkpoint.directory import (
 )
 from colossal_core.checkpoint.manifest import Manifest
 from colossal_core.errors import CheckpointError, ColossalError, UsageError
-from colossal_core.runtime.checkpointing.hub import Form, configuration_texts, needs_conversion
+from colossal_core.runtime.checkpointing.hub import Form, configuration_texts, names_in_files
 from colossal_core.runtime.checkpointing.parts import ObjectPart, Part, join_parts, wait_for_parts, write_part
 from colossal_core.runtime.checkpointing.run_state import (
     collect_run_state,
@@ -113,7 +113,7 @@ class Saver:
         self.agreement = agreement
         self._background: _Background | None = None
         self._copies: list[torch.Tensor] = []
-        self._needs_conversion: dict[str, bool] = {}
+        self._names_in_files: dict[str, dict[str, list[str]] | None] = {}
 
     def save(self, root: Path, *, extra: Any, keep: int | None, asynchronous: bool) -> Path:
         """Write a checkpoint; see ``Booster.save``."""
@@ -208,10 +208,11 @@ class Saver:
         objects = []
         for name, model in engine.models.items():
             collected = model_holdings(engine, name, places=places)
-            if name not in self._needs_conversion:
+            if name not in self._names_in_files:
                 forms = {key: Form(spec.dtype, spec.shape) for key, spec in collected.specs.items()}
-                self._needs_conversion[name] = needs_conversion(model, forms)
-            hub = {"needs_conversion": self._needs_conversion[name]}
+                self._names_in_files[name] = names_in_files(model, forms)
+            renamed = self._names_in_files[name]
+            hub = {"needs_conversion": renamed is None, "names": renamed or {}}
             objects.append(self._part_of(name, "model", collected, {**model_details(model), "hub": hub}))
         for index in range(len(engine.optimizers)):
             details = optimizer_details(engine, index)
