@@ -7,7 +7,7 @@ out once for each of them and kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
@@ -73,27 +73,41 @@ class CutModel:
         self._views = context.serial_views
         self._forms: OrderedDict[Hashable, tuple[Form, Any]] = OrderedDict()
 
-    def form(
+    def forms(
         self,
-        call: Call,
+        calls: Sequence[Call],
         criterion: Callable[..., torch.Tensor] | None,
         *,
         trains: bool,
         wants_outputs: bool,
-    ) -> Form:
-        """Return what flows for a micro-batch, and where it goes.
+    ) -> list[Form]:
+        """Return what flows for each micro-batch of a step, and where it goes.
 
         Raises:
             ColossalError: The model cannot be cut like this.
         """
-        key = (
+        mode = (
             trains,
             wants_outputs,
             self.model.training,
             tuple(parameter.requires_grad for parameter in self.model.parameters()),
             _identity(criterion),
-            _describe(call),
         )
+        return [
+            self._form(call, criterion, mode, trains=trains, wants_outputs=wants_outputs) for call in calls
+        ]
+
+    def _form(
+        self,
+        call: Call,
+        criterion: Callable[..., torch.Tensor] | None,
+        mode: Hashable,
+        *,
+        trains: bool,
+        wants_outputs: bool,
+    ) -> Form:
+        """Return what flows for one micro-batch."""
+        key = (mode, _describe(call))
         found = self._forms.get(key) if self._keeps_forms else None
         if found is None:
             self.stages.is_running = True

@@ -137,7 +137,50 @@ class Stages:
         self._crossing = crossing
         self.items = tuple(items)
         self._stages = dict(stages)
+        self._run: _Run | None = None
         self.is_running = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let items ask the present run what to do, while this is entered: one set of hooks for all runs."""
+        with ExitStack() as stack:
+            for item in self.items:
+                stack.enter_context(self._watch(item, self._stages[item.name]))
+            yield
+
+    @contextmanager
+    def _watch(self, item: Item, stage: int) -> Iterator[None]:
+        """Let a module compute on its own stage, and elsewhere return what came from there."""
+        module, slots = item.module, vars(item.module)
+        before, compute = slots.get("forward"), module.forward
+        device = next(module.parameters()).device
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._run is not None and self._run.stage == stage:
+                self._run.enter(item.name, args, kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._run is None or self._run.stage == stage:
+                return compute(*args, **kwargs)
+            return self._run.leave_out(item.name, args, kwargs, device)
+
+        def leave(_: nn.Module, _args: Any, outputs: Any) -> None:
+            if self._run is not None and self._run.stage == stage:
+                self._run.leave(item.name, outputs)
+
+        handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave),
+        ]
+        slots["forward"] = forward
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            del slots["forward"]
+            if before is not None:
+                slots["forward"] = before
 
     def run(
         self,
@@ -149,7 +192,7 @@ class Stages:
         *,
         seed: int,
     ) -> StageOutcome:
-        """Run forward of one stage for one micro-batch.
+        """Run forward of one stage for one micro-batch, inside of :meth:`watched`.
 
         Args:
             stage: Which one.
@@ -169,20 +212,16 @@ class Stages:
         loss: torch.Tensor | None = None
         if routes.last_calls[stage] is None and not is_last:
             return run.outcome(None, None)
-        self.is_running = True
+        self.is_running, self._run = True, run
         try:
-            with ExitStack() as stack:
-                for item in self.items:
-                    is_own = self._stages[item.name] == stage
-                    stack.enter_context(run.watch(item) if is_own else run.leave_out(item))
-                stack.enter_context(self._crossing.to_loss())
+            with self._crossing.to_loss():
                 run.draw("begin", 0)
                 outputs = self._model(*call.args, **call.kwargs)
                 loss = loss_of(outputs, call, criterion)
         except _StageEnd:
             outputs, loss = None, None
         finally:
-            self.is_running = False
+            self.is_running, self._run = False, None
         if is_last and isinstance(loss, Absent):
             raise CapabilityError(
                 "the loss depends on what was not sent to the last stage: forward took another way than it "
@@ -247,76 +286,50 @@ class _Run:
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
 
-    @contextmanager
-    def watch(self, item: Item) -> Iterator[None]:
-        """Let a module of this stage compute, and take what other stages need."""
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a call of a module of this stage."""
+        number = self._find(name)
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            number = self._find(item.name)
+        def check(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, Absent):
+                raise _surprise(name, f"was given a tensor of another stage at {path}")
+            return leaf
 
-            def check(path: str, leaf: Any) -> Any:
-                if isinstance(leaf, Absent):
-                    raise _surprise(item.name, f"was given a tensor of another stage at {path}")
+        map_leaves(check, (args, kwargs))
+        self.draw("call", number)
+
+    def leave(self, name: str, outputs: Any) -> None:
+        """Take what other stages need from a call of a module of this stage, or end the stage."""
+        number = self._find(name)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self._take(number, outputs)
+        if number == self.routes.last_calls[self.stage] and self.stage < self.routes.num_stages - 1:
+            raise _StageEnd
+        self.draw("behind", number)
+
+    def leave_out(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    ) -> Any:
+        """Return what came from the stage of another module, or nothing but shapes."""
+        number = self._find(name)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        call = self.flow.calls[number]
+        arguments = list_leaves((args, kwargs)) if _passes_arguments(call) else []
+
+        def fill(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Slot):
                 return leaf
+            if leaf.is_argument:
+                return arguments[leaf.index]
+            found = self.received.get(LeafKey(number, leaf.index))
+            if found is not None and found.tensor is not None:
+                return found.tensor
+            spec = call.leaves[leaf.index]
+            return Absent.like(spec.shape, spec.dtype, device)
 
-            map_leaves(check, (args, kwargs))
-            self.draw("call", number)
-
-        def leave(_: nn.Module, _args: Any, outputs: Any) -> None:
-            number = self._find(item.name)
-            self.counts[item.name] = self.counts.get(item.name, 0) + 1
-            self._take(number, outputs)
-            if number == self.routes.last_calls[self.stage] and self.stage < self.routes.num_stages - 1:
-                raise _StageEnd
-            self.draw("behind", number)
-
-        handles = [
-            item.module.register_forward_pre_hook(enter, with_kwargs=True),
-            item.module.register_forward_hook(leave),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def leave_out(self, item: Item) -> Iterator[None]:
-        """Let a module of another stage return what came from there, or nothing but shapes."""
-        slots = vars(item.module)
-        before = slots.get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            number = self._find(item.name)
-            self.counts[item.name] = self.counts.get(item.name, 0) + 1
-            call = self.flow.calls[number]
-            arguments: list[Any] = []
-            if _passes_arguments(call):
-                arguments.extend(list_leaves((args, kwargs)))
-            device = next(item.module.parameters()).device
-
-            def fill(_: str, leaf: Any) -> Any:
-                if not isinstance(leaf, Slot):
-                    return leaf
-                if leaf.is_argument:
-                    return arguments[leaf.index]
-                found = self.received.get(LeafKey(number, leaf.index))
-                if found is not None and found.tensor is not None:
-                    return found.tensor
-                spec = call.leaves[leaf.index]
-                return Absent.like(spec.shape, spec.dtype, device)
-
-            result = map_leaves(fill, call.template)
-            self.draw("behind", number)
-            return result
-
-        slots["forward"] = forward
-        try:
-            yield
-        finally:
-            del slots["forward"]
-            if before is not None:
-                slots["forward"] = before
+        result = map_leaves(fill, call.template)
+        self.draw("behind", number)
+        return result
 
     def _find(self, name: str) -> int:
         """Return the number of the next call of an item in the flow."""

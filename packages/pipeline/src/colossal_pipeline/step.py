@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -51,6 +51,7 @@ __all__ = ["Criterion", "Gear", "Step"]
 
 Criterion = Callable[..., torch.Tensor] | None
 Letters = Mapping[Letter, Sequence[torch.Tensor]]
+Rows = tuple[tuple[Action, ...], ...]
 
 
 @final
@@ -79,18 +80,24 @@ class Gear:
     shape: PipelineShape
     placement: tuple[int, ...]
     anchor: torch.Tensor
+    _rows: dict[tuple[int, bool], Rows] = field(factory=dict)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.placement[-1] == self.line.index
 
-    def actions(self, num_microbatches: int, *, trains: bool) -> tuple[tuple[Action, ...], ...]:
+    def actions(self, num_microbatches: int, *, trains: bool) -> Rows:
         """Return for each rank what it computes."""
-        rows = self.schedule.actions(PipelineShape(self.shape.degree, num_microbatches, self.shape.chunks))
-        if trains:
-            return rows
-        return tuple(tuple(action for action in row if action.work is Work.FORWARD) for row in rows)
+        found = self._rows.get((num_microbatches, trains))
+        if found is None:
+            shape = PipelineShape(self.shape.degree, num_microbatches, self.shape.chunks)
+            found = tuple(
+                tuple(action for action in row if trains or action.work is Work.FORWARD)
+                for row in self.schedule.actions(shape)
+            )
+            self._rows[num_microbatches, trains] = found
+        return found
 
 
 @frozen(kw_only=True, eq=False)
@@ -193,7 +200,7 @@ class Step:
         terms = _Terms(total=total, factor=factor, seed=int(torch.randint(2**62, ())))
         states = _random_states()
         last = max((n for n, a in enumerate(row) if a.work is not Work.FORWARD), default=-1)
-        with ExitStack() as held, self._cut.in_use():
+        with ExitStack() as held, self._cut.in_use(), self._cut.stages.watched():
             if self._trains:
                 held.enter_context(gear.manager.hold())
             for number, action in enumerate(row):
@@ -283,12 +290,12 @@ class Step:
         if self._context.arrivals.weight == 0:  # a sample that stands in for an empty share
             pieces = tuple(MicroBatch(piece.call, 0.0, piece.rows) for piece in share.microbatches)
             share = Share(pieces, 0.0, share.rule)
-        self._forms = [
-            self._cut.form(
-                piece.call, self._criterion, trains=self._trains, wants_outputs=self._wants_outputs
-            )
-            for piece in share.microbatches
-        ]
+        self._forms = self._cut.forms(
+            [piece.call for piece in share.microbatches],
+            self._criterion,
+            trains=self._trains,
+            wants_outputs=self._wants_outputs,
+        )
         return share
 
     @contextmanager
