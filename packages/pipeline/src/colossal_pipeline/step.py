@@ -197,8 +197,10 @@ class Step:
         actions = gear.actions(len(share.microbatches), trains=self._trains)
         transport = Transport(self._context, gear.placement, self._forms, actions)
         row = actions[gear.line.index]
-        terms = _Terms(total=total, factor=factor, seed=int(torch.randint(2**62, ())))
         states = _random_states()
+        terms = _Terms(total=total, factor=factor, seed=int(torch.randint(2**62, ())))
+        if self._trains:  # an evaluation in between leaves the random numbers of training as they are
+            states = _random_states()
         last = max((n for n, a in enumerate(row) if a.work is not Work.FORWARD), default=-1)
         with ExitStack() as held, self._cut.in_use(), self._cut.stages.watched():
             if self._trains:
