@@ -151,7 +151,9 @@ class Stages:
     @contextmanager
     def _watch(self, item: Item, stage: int) -> Iterator[None]:
         """Let a module compute on its own stage, and elsewhere return what came from there."""
-        module, slots = item.module, vars(item.module)
+        # By name, since what cuts layers puts others in the place of those that there were.
+        module = self._model.get_submodule(item.name)
+        slots = vars(module)
         before, compute = slots.get("forward"), module.forward
         device = next(module.parameters()).device
 
