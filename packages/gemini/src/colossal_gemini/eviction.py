@@ -281,7 +281,8 @@ def describe_load(load: Load, trace: Trace) -> str:
         "activations and work space": load.other,
     }
     shown = ", ".join(f"{name} {show_bytes(part)}" for name, part in parts.items() if part)
-    return f"{moment.phase} of {moment.name!r} takes {load.total} bytes on the device ({shown})"
+    what = "the update" if moment.phase == "update" else f"{moment.phase} of {moment.name!r}"
+    return f"{what} takes {load.total} bytes on the device ({shown})"
 
 
 def simulate(trace: Trace, room: Room, *, prefetch: bool = True, start: Iterable[int] | None = None) -> Plan:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import attrs
 
 from colossal_core.errors import UsageError
+from colossal_core.plugins import Target
 from colossal_gemini.budgets import parse_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from colossal_gemini.costs import Rates
+    from colossal_gemini.report import FitReport
 
 __all__ = ["Gemini"]
 
@@ -53,3 +61,55 @@ class Gemini:
     placement: Literal["auto", "static"] = attrs.field(default="auto", validator=_check_placement)
     chunk_bytes: int | None = attrs.field(default=None, converter=parse_bytes)
     prefetch: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
+
+    def fit(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        criterion: Callable[..., Any] | None = None,
+        ranks: int = 1,
+        precision: str = "fp32",
+        keep_float32: Sequence[str] = (),
+        optimizer_states: int = 2,
+        recompute: bool = False,
+        rates: Rates | None = None,
+    ) -> FitReport:
+        """Say whether a model trains within these budgets, what will live where, and what that costs.
+
+        One step is traced on tensors without memory, so it takes seconds for models of any size, and nothing
+        of the model changes. Budgets that were left open are those of this machine.
+
+        Args:
+            model: The serial model; may be on the ``meta`` device.
+            batch: What one rank will give to ``booster.forward_backward``; may be on ``meta``, too.
+            criterion: As there; None when the outputs carry a ``loss``.
+            ranks: Number of data ranks.
+            precision: That of the plan.
+            keep_float32: That of the plan.
+            optimizer_states: States per element that the optimizer keeps: 2 for Adam, 1 for momentum.
+            recompute: Whether the plan has ``Recompute()``.
+            rates: Bytes per second of links and updates; those of an accelerator on PCIe 4 by default.
+
+        Returns:
+            The report: printed, it is a table. When the model does not fit, it says by how much, in which
+            moment, and with which settings it would.
+
+        Raises:
+            CapabilityError: Forward looks at values, so the model cannot be traced without any.
+            UsageError: Batch, criterion, loss or an argument are not as documented.
+        """
+        # By name, since this module is read where torch must not be.
+        judge_model = cast("Callable[..., FitReport]", Target("colossal_gemini.fit:fit").load())
+        return judge_model(
+            self,
+            model,
+            batch,
+            criterion=criterion,
+            ranks=ranks,
+            precision=precision,
+            keep_float32=keep_float32,
+            optimizer_states=optimizer_states,
+            recompute=recompute,
+            rates=rates,
+        )

@@ -107,17 +107,22 @@ def place(
     Raises:
         CapabilityError: It does not fit; with the shortfall, the moment, and settings with which it would.
     """
-    found, errors = list[Placement](), list[CapabilityError]()
-    for placer in _make_placers(
+    placers = _make_placers(
         trace, budgets, ranks=ranks, optimizer_states=optimizer_states, rates=rates, staging=staging
-    ):
+    )
+    is_static, found, errors = policy == "static", list[Placement](), list[CapabilityError]()
+    for placer in placers:
         try:
-            found.append(placer.run(budgets.device, is_static=policy == "static"))
+            found.append(placer.run(budgets.device, is_static=is_static))
         except CapabilityError as err:
             errors.append(err)
-    if not found:
-        raise errors[0 if budgets.host != 0 else -1]
-    return min(found, key=lambda placement: placement.seconds)
+    if found:
+        return min(found, key=lambda placement: placement.seconds)
+    error = errors[0 if budgets.host != 0 else -1]
+    least = _least_of(placers, is_static=is_static)
+    if least is not None and "device_budget" not in error.hint:
+        raise CapabilityError(error.message, hint=f"{error.hint}, or device_budget at least {least}")
+    raise error
 
 
 def least_device_budget(
@@ -138,7 +143,12 @@ def least_device_budget(
     placers = _make_placers(
         trace, budgets, ranks=ranks, optimizer_states=optimizer_states, rates=rates, staging=staging
     )
-    found = [placer.least_budget(is_static=policy == "static") for placer in placers]
+    return _least_of(placers, is_static=policy == "static")
+
+
+def _least_of(placers: Iterable[_Placer], *, is_static: bool) -> int | None:
+    """Return the least budget with which any of some succeeds."""
+    found = [placer.least_budget(is_static=is_static) for placer in placers]
     return min((budget for budget in found if budget is not None), default=None)
 
 
@@ -480,8 +490,7 @@ class _Placer:
                 f"host memory takes {excess} bytes more than its budget of {self._budgets.host}: what lives "
                 f"there {show_bytes(self._bytes_in('host', chosen))}, staging of files {show_bytes(staged)}; "
                 f"the device holds {show_bytes(self._bytes_in('device', chosen))}",
-                hint=f"let host_budget be at least {(self._budgets.host or 0) + excess}, "
-                f"device_budget about {self._room.budget + excess}"
+                hint=f"let host_budget be at least {(self._budgets.host or 0) + excess}"
                 + ("" if staged else ", or disk= a folder with that much space"),
             )
         wanted, limit = self._bytes_in("disk", chosen), self._budgets.disk
