@@ -186,6 +186,22 @@ def test_uses_of_unreduced_gradients_raise_at_their_line() -> None:
         assert norm == results[0][-1]
 
 
+def read_one_of_two() -> str:
+    """Read an unreduced gradient of the second of two models."""
+    nets = nn.Linear(2, 2), nn.Linear(2, 2)
+    _, model, _ = Booster().boost(*nets, sgd(nn.ModuleList(nets)))
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(UsageError) as caught:
+        model.weight.grad.norm()
+    return str(caught.value)
+
+
+def test_guards_name_the_model_where_there_are_several() -> None:
+    """Two models may have the same names of parameters."""
+    for message in run_ranks(read_one_of_two, 2):
+        assert "the gradient of 'model_1.weight'" in message
+
+
 def zero_before_step(how: str) -> list[torch.Tensor]:
     """Zero gradients in place between two backward passes, in one of the ways that loops have."""
     torch.manual_seed(0)

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from colossal_core import Booster
 from colossal_core.errors import UsageError
 from colossal_core.runtime.launch import launch
 from colossal_core.runtime.spawn import RankFailedError, spawn
@@ -93,6 +95,41 @@ def test_the_first_failure_is_raised_and_the_others_end(
     assert "rank 1 of 3" in caught.value.message
     assert time.monotonic() - began < 10
     assert multiprocessing.active_children() == []
+
+
+class _Picky(nn.Module):
+    """Normalises over all ranks, and refuses what rank 1 brings."""
+
+    def __init__(self) -> None:
+        """Build it."""
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[n, 2]`` to ``[n, 2]``."""
+        if dist.get_rank() == 1:
+            raise ValueError("a bad row")
+        outputs: torch.Tensor = self.norm(x)
+        return outputs
+
+
+@pytest.mark.parametrize("how", ["plain", "forward_backward"])
+def test_a_rank_that_fails_inside_a_model_ends_those_that_wait_there(how: str) -> None:
+    """The others are in a collective of the same forward; the traceback of the cause is what is told."""
+
+    def rank() -> None:
+        launch()
+        net, booster, rows = _Picky(), Booster(), torch.ones(4, 2)
+        model, _ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        if how == "plain":
+            model(rows).sum().backward()
+        else:
+            booster.forward_backward(model, (rows, rows), nn.MSELoss())
+
+    with pytest.raises(RankFailedError, match="ValueError: a bad row") as caught:
+        spawn(rank, 2)
+
+    assert caught.value.rank == 1
 
 
 def test_ranks_that_do_not_listen_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def _refuse_partial_shapes(objects: Objects, table: ParameterTable, name: str, p
             if entry is not None and entry.key in cut and entry.trainable:
                 raise CapabilityError(
                     f"optimizer {type(optimizer).__name__} needs whole parameters, "
-                    f"and strategy {name!r} cuts {entry.name!r} of shape {entry.shape}",
+                    f"and strategy {name!r} cuts {entry.title!r} of shape {entry.shape}",
                     hint="use an elementwise optimizer such as AdamW for this parameter",
                 )
 
@@ -316,7 +316,7 @@ def _check_owners(
                 )
             if owners.setdefault(parameter, index) != index:
                 raise UsageError(
-                    f"parameter {entry.name!r} is in two optimizers",
+                    f"parameter {entry.title!r} is in two optimizers",
                     hint="give each parameter to one optimizer",
                 )
 

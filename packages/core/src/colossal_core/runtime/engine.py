@@ -260,7 +260,7 @@ class Engine:
             name for text in self.agreement.share("non-finite", "\n".join(mine)) for name in text.split("\n")
         }
         hit = [entry for entry in self.context.table if ".".join(entry.key) in found]
-        return [entry.name if len(self.models) == 1 else ".".join(entry.key) for entry in hit]
+        return [entry.title for entry in hit]
 
     def handle_non_finite(self, names: Sequence[str]) -> None:
         """Lower the loss scale of fp16; else raise on every rank, unless the plan says to skip such steps.

@@ -76,8 +76,8 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Name in the serial model, for messages."""
-        return self.entry.name
+        """Name for messages."""
+        return self.entry.title
 
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """Return which part of the slot lies in a range of the buffer; an empty range when none does."""

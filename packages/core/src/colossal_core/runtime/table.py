@@ -70,6 +70,7 @@ class Entry:
         reduce: Ranks over which gradients are summed.
         divisor: What that sum is divided by. It is not implied by ``reduce``: experts reduce over fewer ranks
             than they divide by.
+        is_alone: Whether its model is the only one of this Booster.
     """
 
     model: str
@@ -83,11 +84,17 @@ class Entry:
     parts: tuple[Part, ...]
     reduce: GroupSpec
     divisor: int = 1
+    is_alone: bool = True
 
     @property
     def key(self) -> Key:
         """``(model, name)``."""
         return (self.model, self.name)
+
+    @property
+    def title(self) -> str:
+        """Name for messages: after that of its model where there are several, as in ``model_1.weight``."""
+        return self.name if self.is_alone else f"{self.model}.{self.name}"
 
     @property
     def numel(self) -> int:
@@ -186,6 +193,7 @@ class ParameterTable:
                 parts=(whole_part(tensor.shape, everyone),),
                 reduce=layout.gradient_group,
                 divisor=layout.gradient_divisor,
+                is_alone=len(models) == 1,
             )
             entries.append((entry, tensor))
         return cls(entries, layout)
@@ -317,7 +325,7 @@ def check_parts(entry: Entry, local_shape: Iterable[int]) -> None:
     Raises:
         UsageError: As said, naming the parameter and the numbers.
     """
-    where = f"of {entry.kind} {entry.name!r}"
+    where = f"of {entry.kind} {entry.title!r}"
     if entry.divisor < 1:
         raise UsageError(
             f"the divisor {where} is {entry.divisor}", hint="it is a number of ranks, at least 1"
@@ -363,13 +371,13 @@ def check_groups(entry: Entry, layout: MeshLayout, rank: int) -> None:
         for ranks, word in ((reduce, "reduced over"), (sharers, "summed over")):
             if not set(ranks) <= set(holders):
                 raise UsageError(
-                    f"the gradient of {entry.name!r} is {word} ranks {ranks}, "
+                    f"the gradient of {entry.title!r} is {word} ranks {ranks}, "
                     f"but {part.box} is held by {holders}",
                     hint="holders are all ranks that have this very box after the step's sums",
                 )
         if set(reduce) & set(sharers) != {rank}:
             raise UsageError(
-                f"the gradient of {entry.name!r} is reduced over ranks {reduce} and summed over {sharers}, "
+                f"the gradient of {entry.title!r} is reduced over ranks {reduce} and summed over {sharers}, "
                 "which would count some of it twice",
                 hint="let sum_over name axes that reduce does not",
             )
