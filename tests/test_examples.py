@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from .processes import IS_THERE, find_processes
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "train_gpt.py"
 COLOSSAL = Path(sys.executable).with_name("colossal")
@@ -93,19 +95,7 @@ def test_every_example_is_run_and_named_in_the_readme() -> None:
     assert all(f"(examples/{name})" in readme for name in scripts)
 
 
-def find_processes(marker: str) -> list[int]:
-    """Return the ids of processes whose command line holds ``marker``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdecimal() and marker in (folder / "cmdline").read_text(encoding="utf-8"):
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it ended while we looked
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked up in /proc")
+@pytest.mark.skipif(not IS_THERE, reason="processes are looked up in /proc")
 @pytest.mark.timeout(120)
 def test_control_c_leaves_no_process(tmp_path: Path) -> None:
     """The key reaches the launcher through a terminal, as from a person; everything ends within seconds."""

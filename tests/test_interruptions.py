@@ -20,13 +20,13 @@ import pytest
 from colossal_core.checkpoint import find_complete
 from colossal_core.checkpoint.verifying import verify
 
+from .processes import IS_THERE, find_processes
+
 SCRIPT = Path(__file__).with_name("interrupted_run.py")
 COLOSSAL = Path(sys.executable).with_name("colossal")
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/cmdline").exists(), reason="processes are looked up in /proc"
-)
+pytestmark = pytest.mark.skipif(not IS_THERE, reason="processes are looked up in /proc")
 
 
 class Command:
@@ -68,18 +68,6 @@ class Command:
             assert time.monotonic() < deadline, "a process is left"
             time.sleep(0.05)
         return code
-
-
-def find_processes(marker: str) -> list[int]:
-    """Return the ids of processes whose command line holds ``marker``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdecimal() and marker in (folder / "cmdline").read_text(encoding="utf-8"):
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it ended while we looked
-    return found
 
 
 def finish(folder: Path, steps: int) -> list[float]:
