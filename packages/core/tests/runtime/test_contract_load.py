@@ -7,6 +7,8 @@ themselves.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from colossal_core import Booster, CheckpointError, ColossalError, UsageError
+from colossal_core.checkpoint import find_complete
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
 
 from .keeping import boosted, take_steps, weights_of
@@ -183,6 +186,52 @@ def test_report_is_memory_by_category_and_traffic_by_group_of_the_last_step() ->
     assert report["memory"]["value"] == 4 * numel
     assert report["memory"]["optimizer state"] == 8 * numel
     assert report["traffic"]["data/gradients.0 gradients"] >= numel
+
+
+def stop_by_signal(root: Path) -> tuple[Any, list[int]]:
+    """Get SIGTERM on rank 1 after two steps; return how the run ended, and its counters."""
+    booster, *objects = boosted()
+    booster.save_on_signal(root)
+    take_steps(booster, *objects, 2)
+    if not booster.is_first:
+        os.kill(os.getpid(), signal.SIGTERM)
+    code: Any = None
+    try:
+        take_steps(booster, *objects, 3)
+    except SystemExit as ended:
+        code = ended.code
+    return code, [booster.step, booster.samples]
+
+
+def test_save_on_signal_is_agreed_by_all_ranks_at_the_next_step_then_exit_code_143(tmp_path: Path) -> None:
+    """One rank is told, all save the step that follows and leave with the code of SIGTERM."""
+    ends = run_ranks(stop_by_signal, 2, tmp_path)
+
+    (_, (step, samples)), _ = ends
+    assert ends == [(143, [3, samples])] * 2
+    assert step == 3
+    assert [step for step, _ in find_complete(tmp_path)] == [3]
+
+
+def count_and_go_on(root: Path) -> list[tuple[int, int, int]]:
+    """Return step, epoch and samples after two steps, and after a load of them."""
+    booster, *objects = boosted()
+    take_steps(booster, *objects, 2)
+    before = booster.step, booster.epoch, booster.samples
+    booster.save(root)
+    other, *_ = boosted()
+    other.load(root)
+    return [before, (other.step, other.epoch, other.samples)]
+
+
+def test_step_epoch_and_samples_count_and_are_restored(tmp_path: Path) -> None:
+    """Real steps, and samples of the global batch, the same on every rank."""
+    (before, after), other = run_ranks(count_and_go_on, 2, tmp_path)
+
+    assert [before, after] == other
+    assert before == after
+    assert before[0] == 2
+    assert before[2] > 0
 
 
 def unboosted_calls(root: Path) -> None:
