@@ -26,7 +26,7 @@ from benchmarks.architectures import Wide, build_model, list_architectures, make
 BOUND = 1e-8
 
 
-def judge(task: str, name: str, degree: int) -> dict[str, Any]:
+def judge(task: str, name: str, degree: int, sequence: bool) -> dict[str, Any]:  # noqa: FBT001 - sent to ranks
     """Train on this rank and in one process, and compare; runs on every rank.
 
     Returns:
@@ -37,12 +37,12 @@ def judge(task: str, name: str, degree: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     try:
-        return _judge(task, name, degree)
+        return _judge(task, name, degree, sequence=sequence)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _judge(task: str, name: str, degree: int) -> dict[str, Any]:
+def _judge(task: str, name: str, degree: int, *, sequence: bool) -> dict[str, Any]:
     """Do what `judge` says."""
     try:
         serial = build_model(name)
@@ -50,17 +50,19 @@ def _judge(task: str, name: str, degree: int) -> dict[str, Any]:
         expected = _step_alone(serial, batch)
     except Exception as err:  # noqa: BLE001 - code of many authors
         return {"verdict": "not built", "reason": f"{type(err).__name__}: {str(err)[:200]}"}
-    return compare(build_model(name), batch, expected, degree)
+    return compare(build_model(name), batch, expected, degree, sequence=sequence)
 
 
-def compare(model: Any, batch: dict[str, Any], expected: dict[str, Any], degree: int) -> dict[str, Any]:
+def compare(
+    model: Any, batch: dict[str, Any], expected: dict[str, Any], degree: int, *, sequence: bool = False
+) -> dict[str, Any]:
     """Train a model on ranks and compare with what one process had."""
     from colossal_core import Booster, ColossalError
     from colossal_tensor_parallel import TensorParallel
 
     matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 2}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    booster = Booster(TensorParallel(degree=degree), precision="fp64")
+    booster = Booster(TensorParallel(degree=degree, sequence=sequence), precision="fp64")
     try:
         model, optimizer = booster.boost(model, optimizer)
     except ColossalError as err:
@@ -133,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="model types, or class names")
     parser.add_argument("--degree", type=int, default=2)
+    parser.add_argument("--sequence", action="store_true", help="also divide what lies between the layers")
     parser.add_argument("--json", type=Path, help="write the verdicts here")
     parser.add_argument("--table", type=Path, help="write a page of documentation here")
     chosen = parser.parse_args()
@@ -143,7 +146,8 @@ def main() -> None:
         if chosen.only and kind not in chosen.only and name not in chosen.only:
             continue
         try:
-            verdict = run_ranks(judge, chosen.degree, task, name, chosen.degree, timeout_seconds=120)[0]
+            given = (task, name, chosen.degree, chosen.sequence)
+            verdict = run_ranks(judge, chosen.degree, *given, timeout_seconds=120)[0]
         except Exception as err:  # noqa: BLE001 - one architecture must not end the others
             verdict = {"verdict": "wrong", "reason": str(err)[:1500]}
         found.append({"task": task, "kind": kind, "name": name, **verdict})

@@ -64,6 +64,7 @@ def test_number_of_processes_does_not_change_the_numbers(tmp_path: Path) -> None
 
 SHORT = {
     "classify_digits.py": ("sklearn", ("--epochs", "1"), r"epoch 1: \d+ of 397 right, test loss \d\.\d+"),
+    "cut_layers.py": ("transformers", ("--steps", "3"), r"step 3: loss \d\.\d+, gradient norm"),
     "finetune_transformers.py": ("transformers", ("--steps", "3"), r"step 3: loss 2\.\d+, gradient norm"),
     "gan_digits.py": ("sklearn", ("--epochs", "1"), r"epoch 1: distance -?\d+\.\d+"),
 }

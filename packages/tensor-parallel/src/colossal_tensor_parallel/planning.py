@@ -322,6 +322,7 @@ class _Planner:
             tables = [name for name in names if self._layers[name].form == "embedding"]
             if not tables or any(name in self._found for name in names):
                 continue
+            vocabularies.add(int(weight.shape[0]))
             asked = any(self._roles[name].cut == "vocabulary" for name in names if name in self._roles)
             obstacle = self._table_obstacle(names)
             if obstacle is None and not asked and weight.numel() < SMALL_TABLE * total and len(names) == 1:
@@ -339,7 +340,6 @@ class _Planner:
                     reason=f"a table of {weight.shape[0]} rows{tied}",
                     is_head=name not in tables,
                 )
-                vocabularies.add(int(weight.shape[0]))
         for name, layer in self._layers.items():
             if name not in self._found and self._is_head(layer, vocabularies):
                 self._found[name] = Decision(
