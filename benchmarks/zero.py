@@ -3,8 +3,9 @@
 All train the same GPTs in bf16 with clipping, in the same processes, a step of each in turn and in changing
 order, so that what else the machine does hits all. ``floor`` is forward and backward in bf16 without
 communication or update. Peers compute in their own recommended bf16: DDP under autocast over fp32 weights,
-FSDP2 with a mixed-precision policy over fp32 shards, DeepSpeed with its bf16 optimizer and torch's Adam. Live
-bytes and the resident peak are measured in processes of their own.
+FSDP2 with a mixed-precision policy over fp32 shards, DeepSpeed with its bf16 optimizer and torch's Adam.
+Bytes are measured in processes of their own: those of tensors that are alive between two steps, and by how
+much resident memory has grown at most within a step, which decides what fits.
 
     python -m benchmarks.zero [--ranks 2 4] [--widths 384 768] [--rounds 9] [--json F] [--sweep]
 """
@@ -298,12 +299,12 @@ def judge(ranks: int, name: str, medians: Mapping[str, float], sizes: Mapping[st
         "best_peer_ms": 1e3 * at_least[best],
         "ratio": medians[name] / at_least[best],
         "above_floor_ratio": (medians[name] - floor) / (at_least[best] - floor),
-        "live_bytes": sizes.get(name),
+        "peak_bytes": sizes.get(name),
     }
     if "ddp" in peers:
         found["ddp_ratio"] = medians[name] / peers["ddp"]
     smaller = [other for other in sizes if other not in OURS and STAGES[other] <= STAGES[name]]
-    found["bytes_below"] = all(sizes[name] < sizes[other] for other in smaller)
+    found["not_below"] = [other for other in smaller if sizes[name] >= sizes[other]]
     return found
 
 
@@ -313,26 +314,33 @@ def compare(ranks: int, width: int, rounds: int, *, times_only: bool) -> list[di
     groups = [[name for name in group if IS_COMPLETE or "deepspeed" not in name] for group in GROUPS]
     names = [] if times_only else [name for name in STAGES if any(name in group for group in groups)]
     memory = {name: run_workers(ranks, width, [name], 0, bytes_only=True) for name in names}
-    sizes = {name: found["live_bytes"] for name, found in memory.items()}
+    sizes = {name: found["peak_bytes"] for name, found in memory.items()}
     results = []
     for group in groups:
         found = run_workers(ranks, width, group, rounds, bytes_only=False)
         medians = {name: statistics.median(times) for name, times in found["seconds"].items()}
         for name in group:
-            size = f"{sizes[name] / 1e6:8.1f} MB live, " if name in sizes else " " * 18
-            peak = f"{memory[name]['peak_bytes'] / 1e6:7.0f} MB peak" if name in memory else ""
+            found_bytes = memory.get(name)
+            size = "" if found_bytes is None else f"{found_bytes['live_bytes'] / 1e6:8.1f} MB between steps, "
+            peak = "" if found_bytes is None else f"{found_bytes['peak_bytes'] / 1e6:7.1f} MB at most"
             print(f"  {name:11} {1e3 * medians[name]:8.1f} ms  {size}{peak}", flush=True)
         for name in (one for one in group if one in OURS):
             verdict = judge(ranks, name, medians, sizes)
             results.append(
-                {**verdict, "width": width, "seconds": found["seconds"], "losses": found["losses"]}
+                {
+                    **verdict,
+                    "width": width,
+                    "seconds": found["seconds"],
+                    "losses": found["losses"],
+                    "bytes": memory,
+                }
             )
             against = f", {verdict['ddp_ratio']:.3f} of DDP" if "ddp_ratio" in verdict else ""
-            below = "below" if verdict["bytes_below"] else "NOT below"
+            below = f"NOT below {', '.join(verdict['not_below'])}" if verdict["not_below"] else "below all"
             print(
                 f"  -> {name}: {verdict['ratio']:.3f} of {verdict['best_peer']}, above the floor "
                 f"{verdict['above_floor_ratio']:.3f}{against}"
-                + ("" if times_only else f", live bytes {below} those that divide no more"),
+                + ("" if times_only else f", peak {below} that divide no more"),
                 flush=True,
             )
     return results

@@ -116,6 +116,7 @@ class FlatBuffer:
         span_numel: Elements of each shard.
         num_notes: Elements reserved behind the flags.
         is_divided: Whether shards are kept apart from the buffer.
+        has_gradients: Whether there is memory for gradients.
         value_memory: Where values are; None for memory of torch. Set before :meth:`take_values`.
         gradient_memory: The same for gradients, before :meth:`allocate_gradients`.
     """
@@ -166,6 +167,7 @@ class FlatBuffer:
         self.value_memory: Memory | None = None
         self.gradient_memory: Memory | None = None
         self._own_gradients = self.gradients
+        self.has_gradients = False
         self._versions: list[int] = []
 
     def take_values(self, *, master: torch.Tensor | None = None, start: int = 0) -> None:
@@ -271,6 +273,7 @@ class FlatBuffer:
         else:
             self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
         self._own_gradients = self.gradients
+        self.has_gradients = True
         self.tail.zero_()
 
     def release_values(self) -> None:
@@ -290,6 +293,9 @@ class FlatBuffer:
 
     def release_gradients(self) -> None:
         """Give the memory of the gradients back; views of them stay valid objects that may not be read."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
         if self.gradient_memory is not None:
             self.gradient_memory.release()
         else:
@@ -297,11 +303,13 @@ class FlatBuffer:
 
     def restore_gradients(self) -> None:
         """Have memory for the gradients again, with undefined content."""
-        storage = self._own_gradients.untyped_storage()
+        if self.has_gradients:
+            return
+        self.has_gradients = True
         if self.gradient_memory is not None:
             self.gradient_memory.acquire()
-        elif storage.nbytes() == 0:
-            storage.resize_(self.message_numel * self.kind.dtype.itemsize)
+        else:
+            self._own_gradients.untyped_storage().resize_(self.message_numel * self.kind.dtype.itemsize)
 
     @property
     def early_divisor(self) -> int:

@@ -23,8 +23,9 @@ rank that is far ahead gives the others some time at the end of its backward, bu
 
 A lane that reduces every backward gives the memory of a buffer's unreduced gradients back as soon as its
 result is there, by resizing the storage: the views of it stay valid objects, which nobody reads meanwhile.
-A lane that reduces once per window keeps that memory, and its shards are parts of it. When the user has
-cleared the gradients after a step, all of it is given back until backward needs it.
+A lane that reduces once per window keeps that memory, and its shards are parts of it. What the user has
+cleared after a step is given back until backward needs it on accelerators only: new pages of host memory cost
+more than a message.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
-from attrs import define
 
 from colossal_core.runtime.lanes import PHASE, AbstractLane, Terms
-from colossal_core.runtime.shard import Shard
+from colossal_core.runtime.shard import Message, Shard
 
 if TYPE_CHECKING:
-    from colossal_core.runtime.collectives import Collectives, Pending
+    from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Group
     from colossal_core.runtime.touch import Change, Touch
 
@@ -56,28 +56,13 @@ MAX_ROUNDS_AHEAD = 2
 PATIENCE_SECONDS = 0.5
 """How long it does so, once per window: ranks that run fewer passes answer in ``step()`` only."""
 
+KEEPS_CLEARED = {"cpu"}
+"""Kinds of devices whose memory is not given back between windows: a page fault takes 1.7 us (two cores of a
+virtual machine, November 2026), so new memory for 30M bf16 gradients would take 25 ms of each step."""
+
 MAX_MESSAGES = 4
 """How many buffers may be on their way when ``step()`` sends many: each has its memory twice, as sent and as
 received."""
-
-
-@define(eq=False)
-class _Message:
-    """Something on its way: a buffer, or the closing message of a round.
-
-    Attributes:
-        index: The buffer; None for a closing message.
-        pending: The collective.
-        result: What it leaves.
-        content: The memory that it was sent from.
-        is_first: Whether a closing message is the first of its window.
-    """
-
-    index: int | None
-    pending: Pending
-    result: torch.Tensor
-    content: torch.Tensor
-    is_first: bool = False
 
 
 @final
@@ -113,7 +98,7 @@ class ScatteredLane(AbstractLane):
         self._everyone = everyone
         self._copies = copies
         self._each_backward = each_backward
-        self._on_their_way: deque[_Message] = deque()
+        self._on_their_way: deque[Message] = deque()
         self._busy: set[int] = set()
         self._lent: set[int] = set()
         self._places = [shard.buffer.gradients for shard in shards]
@@ -271,7 +256,7 @@ class ScatteredLane(AbstractLane):
 
     def release_cleared(self) -> None:
         """Give the memory of gradients back that the user cleared after a step."""
-        if self._begun:
+        if self._begun or self.buffers[0].device.type in KEEPS_CLEARED:
             return
         for shard, touches in zip(self._shards, self.touches, strict=True):
             if all(touch.is_cleared for touch in touches):
@@ -410,7 +395,7 @@ class ScatteredLane(AbstractLane):
                 touch.view.zero_()
         output = shard.receive()
         pending = self._collectives.reduce_scatter(output, buffer.gradients, self.group, phase=PHASE)
-        self._on_their_way.append(_Message(index, pending, output, buffer.gradients))
+        self._on_their_way.append(Message(index, pending, output, buffer.gradients))
         self._busy.add(index)
         if buffer.gradients is self._places[index]:
             self._lent.add(index)
@@ -436,7 +421,7 @@ class ScatteredLane(AbstractLane):
         starts_another = self._num_owed > 0 or any(touch.late is not None for touch in self._all)
         message = torch.tensor([*counts, int(starts_another)], device=self.buffers[0].device)
         pending = self._collectives.all_reduce(message, self._everyone, phase=PHASE)
-        self._on_their_way.append(_Message(None, pending, message, message, self._is_first_round))
+        self._on_their_way.append(Message(None, pending, message, message, self._is_first_round))
         self._flags.clear()
         self._is_first_round = False
         self._num_owed = max(self._num_owed - 1, 0)
@@ -479,7 +464,7 @@ class ScatteredLane(AbstractLane):
         shard.take(message.result)
         self._take_back(message.index, message.content)
 
-    def _read_closing(self, message: _Message) -> None:
+    def _read_closing(self, message: Message) -> None:
         """Learn what all ranks had, kept and withdrew."""
         *counts, others = message.result.tolist()
         mask = (1 << _BITS) - 1

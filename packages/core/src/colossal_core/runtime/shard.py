@@ -1,4 +1,4 @@
-"""This rank's part of the reduced gradients of one buffer: where results of rounds go and add up.
+"""This rank's part of the reduced gradients of one buffer, and the messages whose results add up there.
 
 The one idea: the first result of a window goes straight into the part; later ones add to a total in fp32 at
 least, which is brought into the part at the end. In fp32 and wider that total is the part itself.
@@ -12,9 +12,29 @@ import torch
 from attrs import define
 
 if TYPE_CHECKING:
+    from colossal_core.runtime.collectives import Pending
     from colossal_core.runtime.flat import FlatBuffer, Slot
 
-__all__ = ["Shard"]
+__all__ = ["Message", "Shard"]
+
+
+@define(eq=False)
+class Message:
+    """Something on its way: a buffer, or the closing message of a round.
+
+    Attributes:
+        index: The buffer; None for a closing message.
+        pending: The collective.
+        result: What it leaves.
+        content: The memory that it was sent from.
+        is_first: Whether a closing message is the first of its window.
+    """
+
+    index: int | None
+    pending: Pending
+    result: torch.Tensor
+    content: torch.Tensor
+    is_first: bool = False
 
 
 @define(eq=False)
