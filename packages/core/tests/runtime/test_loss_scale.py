@@ -190,6 +190,19 @@ def test_a_gradient_penalty_by_plain_backward_names_the_explicit_one() -> None:
     assert "booster.backward(loss)" in caught.value.hint
 
 
+class Failing:
+    """A hook that fails in the first backward."""
+
+    has_failed = False
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Fail once."""
+        if not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError
+        return gradient
+
+
 def use_directly(how: str) -> None:
     """Run a plain backward in which a parameter gets a gradient past the border, alone or in part."""
     launch()
@@ -207,12 +220,22 @@ def use_directly(how: str) -> None:
         loss = model(x).sum() + 0.1 * sum(p.float().square().sum() for p in model.parameters())
     elif how == "an inner result":
         loss = model(x).sum() + kept[0].float().square().sum()
+    elif how == "a penalty after an error":
+        broken = model(x)
+        model.head.weight.register_hook(fail_once := Failing())
+        with pytest.raises(ZeroDivisionError):
+            broken.sum().backward()
+        assert fail_once.has_failed
+        loss = model(x).sum() + 0.1 * model.head.weight.float().square().sum()
     else:
         loss = model(x * model.head.bias.float().mean()).sum()
     loss.backward()
 
 
-@pytest.mark.parametrize("how", ["a part alone", "a part", "a penalty", "an inner result", "an input"])
+@pytest.mark.parametrize(
+    "how",
+    ["a part alone", "a part", "a penalty", "a penalty after an error", "an inner result", "an input"],
+)
 def test_a_parameter_that_is_used_past_the_border_names_the_explicit_backward(how: str) -> None:
     """What does not pass the border is not scaled, also where the rest of the same loss is."""
     with pytest.raises(UsageError, match=r"did not pass the border") as caught:

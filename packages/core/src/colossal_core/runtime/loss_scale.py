@@ -65,6 +65,7 @@ class LossScale:
         self._is_explicit = False
         self._needs_explicit = False
         self._direct: set[torch.Tensor] | None = None
+        self._pass = -1
 
     # --- the rules ------------------------------------------------------------------------------------------
 
@@ -115,8 +116,9 @@ class LossScale:
         """Let gradients through until the backward pass that runs now has ended."""
         if torch.is_grad_enabled():
             self._needs_explicit = True
-        if not self._is_open:
-            self._is_open = True
+        current = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+        if not self._is_open or current != self._pass:  # one that an error has ended closes nothing
+            self._is_open, self._pass = True, current
             self._direct = set() if self._is_explicit else find_direct_uses()
             at_end_of_backward(self._close)
 
