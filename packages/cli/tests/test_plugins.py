@@ -54,7 +54,7 @@ def test_the_list_shows_pieces_distribution_version_and_state(program: Program) 
 
     lines = {line.split()[0]: line for line in done.out.splitlines()}
     assert done.code == 0
-    ours = {"pipeline", "tensor-parallel", "zero"}  # members that may be installed beside the command line
+    ours = {"gemini", "pipeline", "tensor-parallel", "zero"}  # members that may be installed beside the command line
     assert [name for name in lines if name not in ours] == ["plugin", "core", "broken", "old", "zoo"]
     assert "replicated" in lines["core"]
     assert all(word in lines["zoo"] for word in ("enabled", "zebra", "acme-zoo 1.0"))
@@ -91,11 +91,11 @@ def test_an_unknown_plugin_is_refused_with_the_closest_name(program: Program, co
     program.install("zoo", _QUIET)
 
     typo = program.run("plugins", command, "zop")
-    absent = program.run("plugins", command, "gemini")
+    absent = program.run("plugins", command, "kernels")
 
     assert (typo.code, absent.code) == (2, 2)
     assert "did you mean 'zoo'?" in typo.err
-    assert "pip install colossal-gemini" in absent.err
+    assert "pip install colossal-kernels" in absent.err
 
 
 def test_disabling_edits_the_project_file_and_keeps_its_comments(program: Program) -> None:
@@ -275,7 +275,7 @@ def test_doctor_shows_the_whole_traceback_of_a_plugin_that_fails(program: Progra
 @pytest.mark.timeout(90)  # imports torch
 def test_doctor_finds_core_in_order(program: Program) -> None:
     """Core's own records are examined like everybody's."""
-    done = program.run("plugins", "doctor")
+    done = program.run("plugins", "doctor", "core")
 
     assert done.code == 0, done.out
     assert "memory manager replicated" in done.out
