@@ -73,5 +73,6 @@ class Preloaded:
         return exit_code, printed
 
     def close(self) -> None:
-        """End the interpreter."""
-        self._process.communicate(timeout=10)
+        """End the interpreter; a program that still runs ends by itself."""
+        with self._process:
+            self._process.kill()

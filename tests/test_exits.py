@@ -59,7 +59,7 @@ def preloaded() -> Iterator[Preloaded]:
     interpreter.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_runs", [1, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("end", ENDS)
 def test_short_runs_end_as_their_script_says(

@@ -54,7 +54,7 @@ def test_the_list_shows_pieces_distribution_version_and_state(program: Program) 
 
     lines = {line.split()[0]: line for line in done.out.splitlines()}
     assert done.code == 0
-    ours = {"gemini", "pipeline", "tensor-parallel", "zero"}  # members that may be installed beside the command line
+    ours = {"gemini", "pipeline", "tensor-parallel", "zero"}  # members that may be installed beside it
     assert [name for name in lines if name not in ours] == ["plugin", "core", "broken", "old", "zoo"]
     assert "replicated" in lines["core"]
     assert all(word in lines["zoo"] for word in ("enabled", "zebra", "acme-zoo 1.0"))
