@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -10,7 +11,9 @@ from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.launch import rendezvous_store
+from colossal_core.schedule import PipelineShape, Span
 from colossal_pipeline.step import Gear, Step
+from colossal_pipeline.timeline import Recording
 from colossal_pipeline.transport import AXIS, CHANNELS
 
 if TYPE_CHECKING:
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
     from colossal_core.runtime.batches import Weight
     from colossal_core.runtime.context import Context
-    from colossal_core.schedule import PipelineShape
     from colossal_pipeline.cut_model import CutModel
+    from colossal_pipeline.options import Pipeline
     from colossal_pipeline.step import Criterion
 
 __all__ = ["PipelineExecutor"]
@@ -38,7 +41,7 @@ class PipelineExecutor(AbstractExecutor):
         manager: AbstractMemoryManager,
         models: Mapping[nn.Module, CutModel],
         schedule: AbstractSchedule,
-        shape: PipelineShape,
+        options: Pipeline,
     ) -> None:
         """Make the groups; collective.
 
@@ -47,8 +50,9 @@ class PipelineExecutor(AbstractExecutor):
             manager: Is told that several backward passes follow each other.
             models: What was cut, by model.
             schedule: In which order stages compute.
-            shape: The pipeline, with as many micro-batches as a full batch has.
+            options: How large the pipeline is, and whether times of steps are written.
         """
+        shape = PipelineShape(options.degree, options.microbatches, options.chunks)
         layout, mesh = context.mesh.layout, context.mesh
         for channel in CHANNELS:
             mesh.group(GroupSpec((AXIS,)), channel)
@@ -65,7 +69,9 @@ class PipelineExecutor(AbstractExecutor):
             shape=shape,
             placement=schedule.placement(shape),
             anchor=torch.zeros((), requires_grad=True),
+            timeline=None if options.timeline is None else Path(options.timeline),
         )
+        self._name = options.schedule
 
     def run(self, model: nn.Module, batch: Any, criterion: Criterion, weight: Weight = None) -> torch.Tensor:
         """Run forward and backward; see :class:`~colossal_core.interfaces.AbstractExecutor`.
@@ -82,11 +88,30 @@ class PipelineExecutor(AbstractExecutor):
         factor = self._degree * self._gear.context.arrivals.scale * (1.0 if ratio is None else float(ratio))
         try:
             with self._gear.context.arrivals.weighed():
-                return step.play(share, float(total), factor)
+                loss = step.play(share, float(total), factor)
         except Exception:
             self._gear.context.weights.forget()
             self._gear.manager.drop_gradients()
             raise
+        if self._gear.timeline is not None:
+            self._write(step, len(share.microbatches), self._gear.timeline)
+        return loss
+
+    def _write(self, step: Step, num_microbatches: int, path: Path) -> None:
+        """Collect the times of a step along the first pipeline, and write them; collective along each."""
+        gear = self._gear
+        rows = gear.actions(num_microbatches, trains=True)
+        mine = torch.zeros(max(map(len, rows)), 2, dtype=torch.float64, device=gear.context.mesh.device)
+        mine[: len(step.spans)] = torch.tensor(step.spans, dtype=torch.float64)
+        every = mine.new_empty(gear.line.size, *mine.shape)
+        gear.context.collectives.all_gather(every, mine, gear.line, phase="timeline").wait()
+        if gear.context.mesh.rank != 0:
+            return
+        ranks = tuple(
+            tuple(Span(action, *times) for action, times in zip(row, found, strict=False))
+            for row, found in zip(rows, every.tolist(), strict=True)
+        )
+        Recording(schedule=self._name, placement=gear.placement, ranks=ranks).write(path)
 
     def evaluate(
         self, model: nn.Module, batch: Any, criterion: Criterion, *, wants_outputs: bool = True

@@ -83,6 +83,15 @@ def _check_flow(_piece: object, _field: attrs.Attribute[str], value: object) -> 
         )
 
 
+def _check_timeline(_piece: object, _field: attrs.Attribute[str | None], value: object) -> None:
+    """Refuse what names no file."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise UsageError(
+            f"Pipeline: timeline must be the name of a file or None, got {value!r}",
+            hint="write timeline='step.json'",
+        )
+
+
 def _as_names(value: object) -> tuple[str, ...]:
     """Freeze names; a single one may be written without a sequence."""
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
@@ -119,6 +128,9 @@ class Pipeline:
             values each time.
         everywhere: Names of parameters that every stage holds, since code outside of their module reads them.
             Parameters that belong to no module with a forward of its own need not be named.
+        timeline: A file into which the first rank writes, after each step, when each rank computed what, for
+            ``colossal pipeline draw --recorded FILE``; None for no file. On a GPU it makes every action wait
+            for the device.
 
     Raises:
         UsageError: An option is something else.
@@ -131,6 +143,7 @@ class Pipeline:
     balance: Balance = attrs.field(default="time", converter=_as_balance, validator=_check_balance)
     flow: Literal["shapes", "values"] = attrs.field(default="shapes", validator=_check_flow)
     everywhere: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    timeline: str | None = attrs.field(default=None, validator=_check_timeline)
 
     @property
     def num_stages(self) -> int:

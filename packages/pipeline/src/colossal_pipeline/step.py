@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -39,6 +40,8 @@ from colossal_pipeline.stages import StageOutcome, enter_graph
 from colossal_pipeline.transport import Letter, Transport, letters_for, letters_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
     from colossal_core.runtime.agreement import Agreement
     from colossal_core.runtime.batches import Weight
@@ -69,6 +72,7 @@ class Gear:
         shape: The pipeline, with as many micro-batches as a full batch has.
         placement: Rank of each stage, as a position in ``line``.
         anchor: A leaf below everything that comes from other stages.
+        timeline: Where the times of a step are written, or None.
     """
 
     context: Context
@@ -80,6 +84,7 @@ class Gear:
     shape: PipelineShape
     placement: tuple[int, ...]
     anchor: torch.Tensor
+    timeline: Path | None = None
     _rows: dict[tuple[int, bool], Rows] = field(factory=dict)
 
     @property
@@ -128,7 +133,7 @@ class Step:
         trains: bool,
         wants_outputs: bool,
     ) -> None:
-        """Hold what the step is about."""
+        """Hold what the step is about; ``spans`` has the times of each action, once played."""
         self._gear = gear
         self._cut = cut
         self._criterion = criterion
@@ -143,6 +148,8 @@ class Step:
         self._communicates = any(isinstance(module, Synchronised) for module in cut.model.modules())
         self._loss = torch.zeros((), dtype=torch.float64, device=self._context.mesh.device)
         self._failure: Exception | None = None
+        self._begun = 0.0
+        self.spans: list[tuple[float, float]] = []
 
     def prepare(self, batch: Any, weight: Weight) -> tuple[Share, torch.Tensor]:
         """Cut the batch, find out what will flow, and sum the weights of all ranks.
@@ -197,6 +204,7 @@ class Step:
         actions = gear.actions(len(share.microbatches), trains=self._trains)
         transport = Transport(self._context, gear.placement, self._forms, actions)
         row = actions[gear.line.index]
+        self._begun = time.perf_counter()  # ranks have just heard of each other
         states = _random_states()
         terms = _Terms(total=total, factor=factor, seed=int(torch.randint(2**62, ())))
         if self._trains:  # an evaluation in between leaves the random numbers of training as they are
@@ -316,6 +324,7 @@ class Step:
         """Take one action, or go through its motions once this rank has failed."""
         form = self._forms[action.microbatch]
         received = {letter: transport.receive(letter) for letter in letters_for(action, form.routes)}
+        begun = self._now()
         letters: Letters = {}
         if self._failure is None:
             try:
@@ -331,8 +340,15 @@ class Step:
                 self._fail(err)
         if self._failure is not None:
             letters = {letter: transport.blank(letter) for letter in letters_of(action, form.routes)}
+        self.spans.append((begun, self._now()))
         for letter, tensors in letters.items():
             transport.send(letter, tensors)
+
+    def _now(self) -> float:
+        """Return the seconds since the step began; waits for the device only where a timeline is wanted."""
+        if self._gear.timeline is not None and self._context.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._context.mesh.device)
+        return time.perf_counter() - self._begun
 
     def _forward(self, action: Action, piece: MicroBatch, received: Letters, terms: _Terms) -> Letters:
         """Run a stage, and return what other stages get."""

@@ -132,8 +132,7 @@ class PipelineStrategy(AbstractStrategy):
     def executor(self, context: Context, manager: AbstractMemoryManager) -> PipelineExecutor:
         """Return the executor."""
         assert self._schedule is not None
-        shape = PipelineShape(self.options.degree, self.options.microbatches, self.options.chunks)
-        return PipelineExecutor(context, manager, self._cut, self._schedule, shape)
+        return PipelineExecutor(context, manager, self._cut, self._schedule, self.options)
 
     def _placement(self) -> tuple[int, ...]:
         """Return the rank of each stage, along the axis."""
