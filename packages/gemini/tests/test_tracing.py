@@ -18,6 +18,8 @@ from colossal_gemini.trace import Trace
 from colossal_gemini.tracing import batch_key, run_step, trace_step
 from colossal_testkit.models import GPT, MLP, TokenLoss
 
+from .traces import make_chunk
+
 CPU = torch.device("cpu")
 
 
@@ -186,7 +188,7 @@ def test_models_that_look_at_values_are_refused_with_the_reason() -> None:
 
 def test_a_recorder_joins_needs_of_one_moment() -> None:
     """And counts what the last one held until it was given back."""
-    recorder = Recorder((), key="k", excludes=lambda _: False)
+    recorder = Recorder((make_chunk(0), make_chunk(1)), key="k", excludes=lambda _: False)
     recorder.begin([torch.ones(2)])
     recorder.moment("a", "forward", (0,))
     recorder.moment("a", "forward", (0,))

@@ -104,10 +104,16 @@ class _Allocator:
 
 @define
 class _Open:
-    """A moment that has not ended."""
+    """A moment that has not ended.
+
+    Attributes:
+        moment: What is known of it.
+        gradients: Those that were held at one time, when they took most.
+        flop: Operations so far.
+    """
 
     moment: Moment
-    gradients: set[int]
+    gradients: frozenset[int]
     flop: int = 0
 
 
@@ -178,7 +184,7 @@ class Recorder:
             if (now.name, now.phase, now.needs) == (name, phase, wanted):
                 return
         self._close()
-        self._open = _Open(Moment(name=name, phase=phase, needs=wanted), set(self._held))
+        self._open = _Open(Moment(name=name, phase=phase, needs=wanted), frozenset(self._held))
 
     def hold_gradient(self, chunk: int) -> None:
         """Note that the unreduced gradient of a chunk has memory from now on.
@@ -188,12 +194,16 @@ class Recorder:
         if self._open is not None and self._open.moment.phase == "forward":
             self.moment(self._chunks[chunk].name, "backward", ())
         self._held.add(chunk)
-        if self._open is not None:
-            self._open.gradients.add(chunk)
+        if self._open is not None and self._bytes_of(self._held) >= self._bytes_of(self._open.gradients):
+            self._open.gradients = frozenset(self._held)
 
     def drop_gradient(self, chunk: int) -> None:
-        """Note that it has none any more; within the moment that runs its memory still counts."""
+        """Note that it has none any more; in the moment that runs, what took most at one time counts."""
         self._held.discard(chunk)
+
+    def _bytes_of(self, chunks: Iterable[int]) -> int:
+        """Return what the unreduced gradients of chunks take."""
+        return sum(self._chunks[chunk].whole_bytes for chunk in chunks)
 
     def add_flop(self, number: int) -> None:
         """Count floating point operations towards the moment that runs."""

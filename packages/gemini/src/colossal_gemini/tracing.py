@@ -213,7 +213,13 @@ def run_step(
                     outputs = model(*call.args, **call.kwargs)
                 loss = loss_of(outputs, call, criterion)
                 check_scalar(loss)
-                loss.backward()
+                # As the executor weighs a loss: these numbers live until backward has ended.
+                total = torch.ones((), dtype=torch.float64, device=loss.device)
+                part = 1.0 / total
+                mean = loss.detach().double() * part
+                factor = part * 1
+                (loss * (factor * 1.0).to(loss.dtype)).backward()
+            del outputs, mean
             return recorder.finish()
         finally:
             recorder.cancel()
@@ -266,6 +272,7 @@ class _Watch:
             for parameter, tensor in seen.items()
         }
         self._missing = [set[int]() for _ in layout.chunks]
+        self._held, self._left = set[int](), set[int]()
         self._stack = ExitStack()
 
     def __enter__(self) -> _Watch:
@@ -323,9 +330,17 @@ class _Watch:
         return found
 
     def _arrive(self, chunk: int, number: int, tensor: torch.Tensor) -> None:
-        """See a gradient arrive, which then lies in the buffer of its chunk."""
-        self._recorder.hold_gradient(chunk)
+        """See a gradient arrive, which then lies in the buffer of its chunk.
+
+        A buffer that is complete leaves, but has memory until the next one comes: that waits for it.
+        """
+        if chunk not in self._held:
+            for left in self._left:
+                self._recorder.drop_gradient(left)
+            self._left.clear()
+            self._held.add(chunk)
+            self._recorder.hold_gradient(chunk)
         self._missing[chunk].discard(number)
         tensor.grad = None
         if not self._missing[chunk]:
-            self._recorder.drop_gradient(chunk)
+            self._left.add(chunk)
