@@ -1,8 +1,8 @@
 """Cut the layers of a Llama between two processes: ``colossal run --nproc 2 examples/cut_layers.py``.
 
 Both processes work on the same rows. Each holds half of the heads, of the hidden features and of the
-vocabulary, and, as ``sequence=True`` says, half of the tokens between the layers. What becomes of each layer is
-printed before training. The task is to continue a pattern; at the end the whole model is written as plain
+vocabulary, and, as ``sequence=True`` says, half of the tokens between the layers. What becomes of each layer
+is printed before training. The task is to continue a pattern; at the end the whole model is written as plain
 weights that transformers loads. With ``--nproc 4`` two pairs of processes share the batch.
 """
 
