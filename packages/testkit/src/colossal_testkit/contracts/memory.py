@@ -27,7 +27,13 @@ from colossal_testkit.traffic import check_words
 
 __all__ = ["MemoryManagerContract"]
 
-WORKLOADS = sorted(MODELS)
+# Each model on two and on three ranks, and one of them on one and on four; `--slow` runs the whole product.
+QUICK = {(name, nproc) for name in MODELS for nproc in (2, 3)} | {("gpt-tied", 1), ("gpt-tied", 4)}
+WORKLOADS = [
+    pytest.param(name, nproc, marks=[] if (name, nproc) in QUICK else [pytest.mark.slow])
+    for name in sorted(MODELS)
+    for nproc in (1, 2, 3, 4)
+]
 
 
 class MemoryManagerContract(Contract, is_contract=True):
@@ -80,14 +86,12 @@ class MemoryManagerContract(Contract, is_contract=True):
     # --- exactness
     # -------------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize(("name", "nproc"), WORKLOADS)
     def test_plain_loop_equals_one_process(self, name: str, nproc: int) -> None:
         """The user's own backward and the manager's step give one process's losses, norms and weights."""
         self._check(Recipe(builder=build_workload, arguments={"name": name}, max_grad_norm=0.5), nproc)
 
-    @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-    @pytest.mark.parametrize("name", WORKLOADS)
+    @pytest.mark.parametrize(("name", "nproc"), WORKLOADS)
     def test_forward_backward_equals_one_process(self, name: str, nproc: int) -> None:
         """Shares of different sizes, and different numbers of tokens that count, weigh as in one batch."""
         arguments = {"name": name, "num_samples": 13, "ignores_some": True}
