@@ -78,6 +78,13 @@ class Tiers:
         assert len({tier.name for tier in self.ordered}) == len(self.ordered), "tiers have different names"
         assert self.host.device.type == "cpu", f"host memory is not on {self.host.device}"
 
+    def named(self, name: str) -> Tier:
+        """Return the tier that is the ``"device"``, the ``"host"`` or the ``"disk"``."""
+        if name == "disk":
+            assert self.disk is not None
+            return self.disk
+        return self.device if name == "device" else self.host
+
     @property
     def last(self) -> Tier:
         """The slowest tier, which has most room."""
@@ -227,8 +234,8 @@ class Content:
         self._finish_last()
         self._take_room(tier)
 
-    def wrote(self, tier: Arena) -> None:
-        """Make what is in a tier the content. Copies elsewhere are stale; only the home keeps its room."""
+    def wrote(self, tier: Arena, keep: Tier | None = None) -> None:
+        """Make what is in a tier the content. Copies elsewhere are stale; home and ``keep`` keep room."""
         if not self.has_room(tier):
             self._refuse(f"wrote({tier.name}) without memory there")
         if self._pending is not None and tier in (self._pending.source, self._pending.target):
@@ -236,7 +243,7 @@ class Content:
         self._abandon()
         self._valid = {tier}
         for other in self.tiers.ordered:
-            if other is not tier and other is not self.home:
+            if other is not tier and other is not self.home and other is not keep:
                 self._give_room(other)
 
     def drop(self, tier: Tier) -> None:

@@ -23,6 +23,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from colossal_core.runtime.arena import bytes_of_storage
+
 __all__ = ["LiveBytes", "MemoryReport", "find_tensors"]
 
 OTHER = "other"
@@ -174,7 +176,7 @@ class LiveBytes(TorchDispatchMode):
         for number, reference in list(self._storages.items()):
             storage = reference()
             if storage is not None:
-                size = storage.nbytes()
+                size = bytes_of_storage(storage)
                 self._total_bytes += size - self._sizes[number]
                 self._sizes[number] = size
         if self._total_bytes > self._peak_bytes:

@@ -40,7 +40,7 @@ import torch
 
 from colossal_core.errors import MemoryBudgetError
 
-__all__ = ["Arena", "Block"]
+__all__ = ["Arena", "Block", "bytes_of_storage"]
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
@@ -52,18 +52,24 @@ _MAP_FIXED = 0x10
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 """Of Linux; the second since 5.14. Kernels that do not know them refuse, and pages come one by one."""
 
-_ACCELERATOR_GRANULE = 512
-"""Bytes to which allocators of accelerators round, torch's for CUDA for one."""
-
 _SHOWN_HOLDERS = 3
 """Holders that an error about the budget names."""
+
+
+_HELD = "colossal_held_bytes"
+"""Attribute of the storages of blocks: bytes that are there, which their size does not tell."""
+
+
+def bytes_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return the bytes of memory that a storage has now, be it that of a block or any other."""
+    found: int = getattr(storage, _HELD, -1)
+    return storage.nbytes() if found < 0 else found
 
 
 class _Memory(Protocol):
     """The memory of one block."""
 
     tensor: torch.Tensor
-    nbytes: int
 
     def acquire(self) -> None:
         """Have memory; raises OSError or an error of torch when there is none."""
@@ -168,7 +174,6 @@ class _Allocated:
         """Make the tensor, and give its memory back."""
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._exact = numel * dtype.itemsize
-        self.nbytes = -(-self._exact // _ACCELERATOR_GRANULE) * _ACCELERATOR_GRANULE
         self.release()
 
     def acquire(self) -> None:
@@ -192,7 +197,7 @@ class Block:
         arena: Whose budget it counts towards while it is held.
         tensor: ``[numel]``. Views of it may be taken at any time in host memory, and while the block is held
             on accelerators.
-        nbytes: What it counts while held: its size rounded up to what the system gives.
+        nbytes: What it counts while held: bytes of its elements; the system rounds up to pages.
         is_held: Whether there is memory.
     """
 
@@ -201,10 +206,12 @@ class Block:
         self.name = name
         self.arena = arena
         self.tensor = tensor
-        self.nbytes = memory.nbytes if memory is not None else 0
+        self.nbytes = tensor.numel() * tensor.element_size()
         self.is_held = False
         self._memory = memory
         self._is_closed = False
+        self._storage = tensor.untyped_storage()
+        setattr(self._storage, _HELD, 0)
 
     def acquire(self) -> None:
         """Have memory. Its content is undefined.
@@ -221,6 +228,7 @@ class Block:
             except (OSError, RuntimeError) as err:
                 raise self.arena.refusal(self, cause=err) from err
         self.is_held = True
+        setattr(self._storage, _HELD, self.nbytes)
         self.arena.note(self)
 
     def release(self) -> None:
@@ -229,6 +237,7 @@ class Block:
         if self._memory is not None:
             self._memory.release()
         self.is_held = False
+        setattr(self._storage, _HELD, 0)
         self.arena.note(self)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class Average:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        find_places: Callable[[], Sequence[Place]],
         decay: float,
         publish: Callable[[], None],
         parameters: Iterable[tuple[str, torch.Tensor]] = (),
@@ -46,7 +46,8 @@ class Average:
         """Start from the current values.
 
         Args:
-            places: Where the most that is known of each parameter lives on this rank.
+            find_places: Returns where the most that is known of each parameter lives on this rank. Called
+                again where places have homes, since their memory may be another one later.
             decay: Weight of the past.
             publish: Lets the model compute with what these places hold; collective.
             parameters: Names and parameters of the model, the same on all ranks: an edit of any is an error
@@ -61,7 +62,8 @@ class Average:
         self.num_updates = 0
         self.is_shown = False
         self._publish = publish
-        self._places = [place for place in places if place.tensor.is_floating_point()]
+        self._find_places = find_places
+        self._places = [place for place in find_places() if place.tensor.is_floating_point()]
         self._sources = [place.tensor for place in self._places]
         self._watched = [*parameters, *((place.key[1], place.tensor) for place in self._places)]
         self._averages = [_wide_copy(place) for place in self._places]
@@ -72,7 +74,7 @@ class Average:
         """Take in the current values; the Booster calls it after each real step."""
         self.num_updates += 1
         if not self._are_here:
-            for place, average in zip(self._places, self._averages, strict=True):
+            for place, average in zip(self._present_places(), self._averages, strict=True):
                 with place.present():
                     average.lerp_(place.tensor.to(average.dtype), 1 - self.decay)
             return
@@ -91,7 +93,7 @@ class Average:
         Raises:
             UsageError: A parameter was changed meanwhile, as an optimizer step does; the changes are lost.
         """
-        kept = [_copy(place) for place in self._places]
+        kept = [_copy(place) for place in self._present_places()]
         self._exchange(self._averages)
         versions = [tensor._version for _, tensor in self._watched]
         self.is_shown = True
@@ -116,10 +118,17 @@ class Average:
         """Put values where those of the parameters are kept, and let the model compute with them."""
         if values and self._are_here:
             torch._foreach_copy_(self._sources, values)
-        for place, value in () if self._are_here else zip(self._places, values, strict=True):
+        for place, value in () if self._are_here else zip(self._present_places(), values, strict=True):
             with place.present():
                 place.tensor.copy_(value)
         self._publish()
+
+    def _present_places(self) -> list[Place]:
+        """Return where the values live now, in the order in which averages are kept."""
+        if self._are_here:
+            return self._places
+        found = {(place.key, place.start): place for place in self._find_places()}
+        return [found[place.key, place.start] for place in self._places]
 
     def places(self) -> Iterator[Place]:
         """Publish where the averages live on this rank: beside the values, and divided like them."""

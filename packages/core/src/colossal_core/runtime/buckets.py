@@ -42,6 +42,8 @@ class BucketRules:
         num_ranks: Number of ranks of such a group.
         keeps_whole: Whether no parameter may be cut by a border between ranks.
         by_unit: Whether each module unit has one buffer of its own.
+        cut: What cuts a unit into several buffers, given elements of its parameters and bytes of an element;
+            returns positions. None for one buffer.
         divides_alone: Whether the shard of an entry's buffer is kept apart from it on one rank, too; never,
             when None.
         larger: Factor of the sizes: a message on an accelerator's links needs more bytes before its latency
@@ -54,6 +56,7 @@ class BucketRules:
     num_ranks: Callable[[GroupSpec], int]
     keeps_whole: bool = False
     by_unit: bool = False
+    cut: Callable[[Sequence[int], int], Sequence[Sequence[int]]] | None = None
     divides_alone: Callable[[Entry], bool] | None = None
     larger: int = 1
     device: torch.device | None = None
@@ -142,6 +145,8 @@ def _fill(kind: _Kind, sizes: Sequence[int], rules: BucketRules) -> Iterable[Seq
     """Deal the parameters of one kind into buffers."""
     num_shards = rules.num_ranks(kind.divided)
     if rules.by_unit and kind.is_divided:
+        if rules.cut is not None:
+            return rules.cut(sizes, kind.dtype.itemsize)
         return [range(len(sizes))]
     # Whole parameters fill the shards of a small buffer unevenly.
     larger = rules.larger * (num_shards if rules.keeps_whole else 1)

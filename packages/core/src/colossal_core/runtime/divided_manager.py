@@ -42,6 +42,13 @@ class AbstractDividedManager(AbstractFlatManager):
         """Whether each backward is reduced into the shard, so that no gradients are kept whole between."""
         return True
 
+    _lane_class: type[ScatteredLane] = ScatteredLane
+    """What reduces gradients into shards."""
+
+    def _shows_guards(self, context: Context) -> bool:
+        """Whether ``p.grad`` shows guards until gradients are reduced."""
+        return context.mesh.layout.world_size > 1 or context.precision.is_narrow
+
     @property
     def _updates_on_host(self) -> bool:
         """Whether masters and optimizer state live in host memory, and the update runs there."""
@@ -59,7 +66,7 @@ class AbstractDividedManager(AbstractFlatManager):
         self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
     ) -> None:
         """Divide the parameters' buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`."""
-        guards = context.mesh.layout.world_size > 1 or context.precision.is_narrow
+        guards = self._shows_guards(context)
         self._shows_gradients = not guards
         self._attach(models, optimizers, context, guards=guards)
 
@@ -85,7 +92,7 @@ class AbstractDividedManager(AbstractFlatManager):
         owned.ranges.extend(ranges)
         shards = [self._shard(held) for held in ranges]
         owned.window.add_lane(
-            ScatteredLane(
+            self._lane_class(
                 group,
                 shards,
                 self._context.collectives,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.copies import Handle
     from colossal_core.runtime.loading import BoostedLoader
     from colossal_core.runtime.optimizer import BoostedOptimizer
-    from colossal_core.runtime.table import Entry, Key
+    from colossal_core.runtime.table import Entry, Key, Place
 
 __all__ = ["Engine", "Progress"]
 
@@ -229,9 +229,12 @@ class Engine:
         """Start a running average of a model; it is updated after real steps of the model's optimizers."""
         mine = set(model.parameters())
         table = self.context.table
-        places = [place for place in self.manager.kept_places() if table.tensor(table[place.key]) in mine]
         parameters = [(entry.name, parameter) for entry, parameter in table.parameters() if parameter in mine]
-        average = Average(places, decay, self.manager.publish_values, parameters)
+
+        def find_places() -> list[Place]:
+            return [p for p in self.manager.kept_places() if table.tensor(table[p.key]) in mine]
+
+        average = Average(find_places, decay, self.manager.publish_values, parameters)
         followed = {
             index
             for index, optimizer in enumerate(self.optimizers)

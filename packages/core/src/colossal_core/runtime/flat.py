@@ -86,13 +86,11 @@ class Slot:
 
 
 class Memory(Protocol):
-    """Memory that comes and goes while the tensor over it, and views of that, stay valid objects.
+    """Memory that comes and goes while the tensor over it, and views of that, stay valid objects."""
 
-    Attributes:
-        tensor: 1-D; may be read while the memory is there.
-    """
-
-    tensor: torch.Tensor
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory, 1-D; may be read while it is there."""
 
     def acquire(self) -> None:
         """Have memory, with undefined content; nothing happens while there is some."""
@@ -152,7 +150,7 @@ class FlatBuffer:
         else:
             starts = [0, *itertools.accumulate(sizes)][:-1]
             self.span_numel = sum(sizes)
-            if self.is_divided:
+            if num_shards > 1:
                 self.span_numel = _align(-(-(sum(sizes) + 1) // num_shards), kind.dtype.itemsize)
         self.slots: list[Slot] = [
             Slot(entry, parameter, start, start + size, index)
@@ -184,7 +182,7 @@ class FlatBuffer:
             self.values = self.value_memory.tensor
         else:
             self.values = torch.empty(self.padded_numel, dtype=self.kind.dtype, device=self.device)
-        if self.is_divided:
+        if self.num_shards > 1:
             self.values.zero_()  # padding is sent to other ranks, too
         for slot in self.slots:
             if slot.parameter.is_meta:  # has no values yet
@@ -241,6 +239,15 @@ class FlatBuffer:
                     wide.copy_(torch.where(differs, values.to(here.dtype), here))
         self.note_versions()
         return found
+
+    def has_edits(self) -> bool:
+        """Whether :meth:`take_edits` would find something; values have to be there."""
+        origin, item_bytes = self.values.data_ptr(), self.kind.dtype.itemsize
+        return any(
+            slot.parameter._version != version
+            or (slot.parameter.numel() > 0 and slot.parameter.data_ptr() != origin + slot.start * item_bytes)
+            for slot, version in zip(self.slots, self._versions, strict=True)
+        )
 
     def _take_back(self, slot: Slot) -> None:
         """Copy a parameter whose memory the user has replaced into the buffer, and make it a view again.

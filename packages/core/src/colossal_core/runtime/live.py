@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from colossal_core.runtime.arena import bytes_of_storage
+
 __all__ = ["LiveStorages"]
 
 
@@ -86,7 +88,7 @@ class LiveStorages(TorchDispatchMode):
                 self._sizes[number] = 0
                 self._deaths[number] = weakref.ref(storage, self._make_forget(number))
         if number in self._sizes:
-            size = storage.nbytes()
+            size = bytes_of_storage(storage)
             self.num_bytes += size - self._sizes[number]
             self._sizes[number] = size
 

@@ -45,12 +45,16 @@ class RangeHome(ABC):
         """Return a context in which one state of the range may be read and written, wherever it is then."""
 
     @abstractmethod
-    def put(self, states: Sequence[State]) -> None:
-        """Keep what was updated; the values that models read are new.
+    def put(self, states: Sequence[tuple[Segment, State]]) -> None:
+        """Keep what was updated after :meth:`bring`; the values that models read are new.
 
         Args:
-            states: States of all segments of the range, whose tensors may be replaced by equal ones.
+            states: All segments of the range, with their states, whose tensors may be replaced by equal ones.
         """
+
+    @abstractmethod
+    def keep(self, states: Sequence[tuple[Segment, State]]) -> None:
+        """Take over states that lie in memory of torch's, such as loaded ones; arguments as above."""
 
 
 @define(eq=False)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.mesh import Group
     from colossal_core.runtime.segments import OwnedRange
 
-__all__ = ["Residency", "Unit"]
+__all__ = ["PHASE", "Residency", "Unit", "is_in_backward"]
 
 PHASE = "parameters"
 
@@ -114,13 +114,15 @@ class Residency:
         """
         self._needs[module] = tuple(dict.fromkeys(needs))
 
-        def enter(called: nn.Module, _: Any) -> None:
+        def enter(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._calls and not is_in_backward():
+                self._begin_pass((args, kwargs))
             self._enter(called)
 
         def leave(called: nn.Module, _args: Any, _outputs: Any) -> None:
             self._leave(called, is_unit=is_unit)
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def close(self) -> None:
@@ -132,9 +134,12 @@ class Residency:
 
     # --- forward --------------------------------------------------------------------------------------------
 
+    def _begin_pass(self, batch: Any) -> None:
+        """Hear of the outermost call of a module, with its arguments."""
+
     def _enter(self, module: nn.Module) -> None:
         """Gather what a module reads, and pack what autograd saves from the outermost call on."""
-        if not self._calls and not _is_in_backward():
+        if not self._calls and not is_in_backward():
             self._root = self._previous = None
             self._awaits_end = False
             self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -159,7 +164,7 @@ class Residency:
                 self._root.before = self._previous
             if self._previous is not None:
                 self._previous.after = None
-        if not _is_in_backward():
+        if not is_in_backward():
             self._rest()
 
     def ensure(self, units: Iterable[Unit]) -> None:
@@ -167,14 +172,11 @@ class Residency:
         for unit in units:
             if unit.state == "resident":
                 continue
-            is_in_backward = _is_in_backward()
-            if is_in_backward and not self._awaits_end:
-                self._awaits_end = True
-                at_end_of_backward(self._end_backward)
+            self._hear_of_end()
             self._make_room(unit)
             self._start(unit)
             self._finish(unit)
-            if not is_in_backward:
+            if not is_in_backward():
                 self._note_order(unit)
             self._ahead(unit)
 
@@ -224,6 +226,12 @@ class Residency:
         self.ensure((saved.home.unit,))
         return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
 
+    def _hear_of_end(self) -> None:
+        """Inside a backward, rest when it ends."""
+        if is_in_backward() and not self._awaits_end:
+            self._awaits_end = True
+            at_end_of_backward(self._end_backward)
+
     def _end_backward(self) -> None:
         """Rest, unless the backward ran inside a forward."""
         self._awaits_end = False
@@ -234,7 +242,7 @@ class Residency:
 
     def _make_room(self, unit: Unit) -> None:
         """Release other units before one comes; inside backward, which has left them."""
-        for other in self._units if _is_in_backward() else ():
+        for other in self._units if is_in_backward() else ():
             if other is not unit and other.state == "resident" and not other.is_root:
                 self.release(other)
 
@@ -249,7 +257,7 @@ class Residency:
 
     def _ahead(self, unit: Unit) -> None:
         """Start to gather the unit that was needed after this one the last time."""
-        upcoming = unit.before if _is_in_backward() else unit.after
+        upcoming = unit.before if is_in_backward() else unit.after
         if upcoming is not None:
             self._start(upcoming)
 
@@ -363,7 +371,8 @@ class Residency:
 
     def _mark(self, home: Home, held: OwnedRange) -> None:
         """Write into the last element of a buffer, which no parameter needs, whose it is."""
-        if self._groups[held.divided].index == self._groups[held.divided].size - 1:
+        group = self._groups[held.divided]
+        if group.size > 1 and group.index == group.size - 1:
             held.values[-1] = home.tag
             held.master[-1] = home.tag
 
@@ -373,7 +382,8 @@ class Residency:
         Raises:
             RankMismatchError: Naming the unit.
         """
-        if home.buffer.device.type == "cpu" and home.buffer.values[-1].item() != home.tag:
+        is_marked = home.buffer.num_shards > 1 and home.buffer.device.type == "cpu"
+        if is_marked and home.buffer.values[-1].item() != home.tag:
             raise self._collectives.fail(
                 f"a rank gathered parameters of {home.unit.name!r} while another gathered those of another "
                 "unit: they run different modules"
@@ -424,7 +434,7 @@ class Residency:
             self._give_back(home.held)
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
 

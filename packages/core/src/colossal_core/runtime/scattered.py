@@ -33,7 +33,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,7 +65,6 @@ MAX_MESSAGES = 4
 received."""
 
 
-@final
 class ScatteredLane(AbstractLane):
     """A lane whose sums are divided among the ranks of its group."""
 

@@ -94,7 +94,7 @@ class SegmentedOptimizer:
             for segment in segments:
                 self._give_state(segment, state)
             if owned.home is not None:
-                owned.home.put(self.states_in(owned))
+                owned.home.keep(self.states_in(owned))
         cut = {slot.parameter for owned in self.owned for slot in owned.buffer.slots} & group_of.keys()
         self.idle = {
             parameter: {name: allocated(value, parameter) for name, value in theirs.items()}
@@ -209,11 +209,10 @@ class SegmentedOptimizer:
         if present is not None and present.home is not None:
             present.home.put(self.states_in(present))
 
-    def states_in(self, owned: OwnedRange) -> list[State]:
-        """Return the states of all segments of a range."""
-        return [
-            self.inner.state[s.leaf] for s in self.segments if s.owned is owned and s.leaf in self.inner.state
-        ]
+    def states_in(self, owned: OwnedRange) -> list[tuple[Segment, State]]:
+        """Return the segments of a range with their states."""
+        state = self.inner.state
+        return [(s, state.get(s.leaf, {})) for s in self.segments if s.owned is owned]
 
     def _update(self, batch: Sequence[Segment], scale: Callable[[FlatBuffer], float]) -> None:
         """Scale the gradients of some segments, update them, and narrow the masters back into the model."""

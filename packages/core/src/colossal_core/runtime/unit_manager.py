@@ -45,6 +45,9 @@ class AbstractUnitManager(AbstractDividedManager):
     _uncompiled: tuple[str, str] = ("this memory manager", "use another one")
     """What cannot serve compiled models, and what to do instead, for messages."""
 
+    _moves_buffers_alone: bool = False
+    """Whether each buffer of a unit comes and goes by itself."""
+
     def _divides(self, entry: Entry) -> bool:
         """Whether the shard of a parameter is kept apart from it."""
         return bool(self._divided(entry).axes)
@@ -72,7 +75,8 @@ class AbstractUnitManager(AbstractDividedManager):
         mesh = context.mesh
         groups = {spec: mesh.group(spec, PARAMETERS) for spec in self.groups(context.table)}
         self._residency = self._make_residency(groups)
-        self._units: dict[UnitKey, Unit] = {}
+        self._units: dict[UnitKey, list[Unit]] = {}
+        self._unit_by_buffer: dict[FlatBuffer, Unit] = {}
         self._frozen: list[OwnedRange] = []
         self._models = dict(models)
         super().attach(models, optimizers, context)
@@ -116,9 +120,13 @@ class AbstractUnitManager(AbstractDividedManager):
 
     def _divide(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
         """Allocate a buffer and this rank's shards, and release the values."""
-        held = super()._divide(buffer, group, divided)
+        held = self._divide_buffer(buffer, group, divided)
         self._residency.add(self._unit_of(buffer), held)
         return held
+
+    def _divide_buffer(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
+        """Allocate a buffer, with all values there, and this rank's shards."""
+        return super()._divide(buffer, group, divided)
 
     def _take_frozen(self) -> None:
         """Divide the parameters that no optimizer updates."""
@@ -137,26 +145,27 @@ class AbstractUnitManager(AbstractDividedManager):
         for plan in plan_lanes(members, self._rules(keeps_whole=False)):
             group = self._context.mesh.group(plan.divided)
             for buffer in plan.buffers:
-                buffer.take_values()
-                start = group.index * buffer.span_numel
-                values = self._keep_values(buffer, start)
-                nothing = values.new_empty(0)
-                held = OwnedRange(
-                    buffer, start, start + buffer.span_numel, values, values, nothing, plan.divided
-                )
+                held = self._divide_frozen_buffer(buffer, group, plan.divided)
                 self._frozen.append(held)
                 self._residency.add(self._unit_of(buffer), held)
 
+    def _divide_frozen_buffer(self, buffer: FlatBuffer, group: Group, divided: GroupSpec) -> OwnedRange:
+        """Allocate one buffer without gradients, and what this rank keeps of it."""
+        buffer.take_values()
+        start = group.index * buffer.span_numel
+        values = self._keep_values(buffer, start)
+        nothing = values.new_empty(0)
+        return OwnedRange(buffer, start, start + buffer.span_numel, values, values, nothing, divided)
+
     def _unit_of(self, buffer: FlatBuffer) -> Unit:
         """Return the unit of a buffer, whose parameters are all of one."""
-        return self._unit(buffer.slots[0].entry)
-
-    def _unit(self, entry: Entry) -> Unit:
-        """Return the unit of a parameter."""
-        key = (entry.model, entry.unit)
-        if key not in self._units:
-            self._units[key] = Unit(entry.unit or entry.model, is_root=not entry.unit)
-        return self._units[key]
+        if buffer not in self._unit_by_buffer:
+            entry = buffer.slots[0].entry
+            units = self._units.setdefault((entry.model, entry.unit), [])
+            if not units or self._moves_buffers_alone:
+                units.append(Unit(entry.unit or entry.model, is_root=not entry.unit))
+            self._unit_by_buffer[buffer] = units[-1]
+        return self._unit_by_buffer[buffer]
 
     def _watch_modules(self) -> None:
         """Gather what modules read before they run: their own unit, and what they own of others."""
@@ -168,12 +177,11 @@ class AbstractUnitManager(AbstractDividedManager):
             for slot in held.buffer.slots
         }
         for name, model in self._models.items():
-            units = {unit: key for key, unit in self._units.items()}
-            blocks = {key[1]: unit for unit, key in units.items() if key[0] == name}
+            blocks = {key[1]: units for key, units in self._units.items() if key[0] == name}
             for path, module in model.named_modules():
-                own = next((u for block, u in blocks.items() if _is_inside(path, block)), blocks.get(""))
+                own = next((u for block, u in blocks.items() if _is_inside(path, block)), blocks.get("", []))
                 read = [divided[p] for p in module.parameters(recurse=False) if p in divided]
-                needs = [unit for unit in (own, *read) if unit is not None]
+                needs = [unit for unit in (*own, *read) if unit.ranges]
                 if needs and next(module.parameters(), None) is not None:
                     self._residency.watch(module, needs, is_unit=path in blocks and path != "")
 

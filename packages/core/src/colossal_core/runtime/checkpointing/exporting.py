@@ -339,7 +339,8 @@ class _Writing:
         try:
             for held in self._plan.holdings:
                 for name in self._plan.targets[held.name]:
-                    self._write(name, held.box, held.view)
+                    with held.present():
+                        self._write(name, held.box, held.view)
         except ColossalError as err:
             error = err
         for conversion in self._plan.conversions:
@@ -384,7 +385,8 @@ class _Writing:
         full = torch.zeros(form.shape, dtype=form.dtype, device=context.mesh.device)
         for held in self._plan.holdings:
             if held.name == self._plan.serial[stored_name]:
-                full[held.box.slices].copy_(held.view)
+                with held.present():
+                    full[held.box.slices].copy_(held.view)
         if full.numel() == 0:
             return full
         # Each element is written on one rank only, so the sum of the bits as integers is the bits.

@@ -338,7 +338,8 @@ def _copy(values: torch.Tensor, box: Box, holdings: Sequence[Holding]) -> None:
     for held in holdings:
         common = box.intersect(held.box)
         if common is not None:
-            held.view[inside(common, held.box)].copy_(values[inside(common, box)])
+            with held.present():
+                held.view[inside(common, held.box)].copy_(values[inside(common, box)])
 
 
 def _outermost(boxes: Sequence[Box]) -> Iterator[Box]:

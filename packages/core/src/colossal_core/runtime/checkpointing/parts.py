@@ -184,7 +184,8 @@ def _write_object(part: Part, thing: ObjectPart, files: dict[str, list[int]]) ->
 def _contents(holdings: Sequence[Holding], collected: Collected) -> Iterator[Iterator[memoryview]]:
     """Yield the bytes of each holding, in the dtype that its tensor is kept in."""
     for held in holdings:
-        yield blocks_of(held.view.to(collected.specs[held.name].dtype))
+        with held.present():
+            yield blocks_of(held.view.to(collected.specs[held.name].dtype))
 
 
 def _entry_name(held: Holding, collected: Collected) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -307,8 +308,11 @@ def _fill(reader: BlockReader, name: str, tensor: TensorRecord, holdings: Sequen
     """Read the blocks that hold elements of some boxes, and copy those."""
     if not holdings:
         return
-    for block in reader.read_boxes(name, tensor, [held.box for held in holdings]):
-        copy_block(block, _DTYPES[tensor.dtype], holdings)
+    with ExitStack() as stack:
+        for held in holdings:
+            stack.enter_context(held.present())
+        for block in reader.read_boxes(name, tensor, [held.box for held in holdings]):
+            copy_block(block, _DTYPES[tensor.dtype], holdings)
 
 
 def copy_block(block: Block, dtype: torch.dtype, holdings: Sequence[Holding]) -> None:

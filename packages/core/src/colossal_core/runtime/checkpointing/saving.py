@@ -273,9 +273,10 @@ class Saver:
                 if copy is None or (copy.shape, copy.dtype) != (held.view.shape, held.view.dtype):
                     pinned = held.view.device.type == "cuda"
                     copy = torch.empty(held.view.shape, dtype=held.view.dtype, pin_memory=pinned)
-                copy.copy_(held.view.detach(), non_blocking=True)
+                with held.present():
+                    copy.copy_(held.view.detach(), non_blocking=True)
                 kept.append(copy)
-                holdings.append(evolve(held, view=copy))
+                holdings.append(evolve(held, view=copy, place=None))
             collected = Collected(specs=thing.collected.specs, holdings=holdings)
             objects.append(evolve(thing, collected=collected))
         if torch.cuda.is_initialized():

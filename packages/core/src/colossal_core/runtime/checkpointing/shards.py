@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,12 +109,18 @@ class Holding:
         box: The box in the global index space; not empty.
         view: Its elements, of the box's size; a view of where they live, so what is copied into it counts.
         copies: Ranks that hold this very box with the same elements; this rank is one of them.
+        place: The place that the view is of; None for memory that is there all the time.
     """
 
     name: str
     box: Box
     view: torch.Tensor
     copies: tuple[int, ...]
+    place: Place | None = None
+
+    def present(self) -> AbstractContextManager[None]:
+        """Return a context in which the view may be read and written."""
+        return nullcontext() if self.place is None else self.place.present()
 
 
 @frozen(kw_only=True)
@@ -287,7 +294,8 @@ def holdings_of(
     """Yield the boxes of one tensor that this rank holds."""
     for place in places:
         for part, box, view in boxes_of(place, table):
-            yield Holding(name=name, box=box, view=view, copies=_copies(layout, part, place, rank))
+            copies = _copies(layout, part, place, rank)
+            yield Holding(name=name, box=box, view=view, copies=copies, place=place)
 
 
 def boxes_of(place: Place, table: ParameterTable) -> Iterator[tuple[Part, Box, torch.Tensor]]:
