@@ -95,7 +95,9 @@ class Zero:
     def estimate(
         self, model: nn.Module, *, ranks: int, precision: str = "fp32", optimizer_states: int = 2
     ) -> Mapping[str, int]:
-        """Return the bytes that one rank will hold between two steps, without allocating anything.
+        """Return the bytes that one rank will hold after a step, without allocating anything.
+
+        Gradients are part of it; on accelerators their memory is given back by ``zero_grad()``.
 
         Args:
             model: The model; may be on the ``meta`` device.

@@ -24,7 +24,9 @@ def divided_over(entry: Entry, layout: MeshLayout) -> GroupSpec:
     """Return the ranks among which a parameter is divided; no axes when each holds it whole.
 
     Parameters whose gradient other ranks compute shares of stay whole: those shares are added after the sum
-    over data ranks, box by box.
+    over data ranks, box by box, and the buffers of those ranks need not lie alike. For norm weights in
+    sequence regions that is cheap, since messages of their own would cost more than their memory; for an
+    embedding tied across stages of a pipeline it costs what dividing would have saved.
 
     Args:
         entry: The parameter.
