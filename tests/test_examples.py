@@ -52,14 +52,14 @@ def test_training_prints_losses_and_draws_them(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_number_of_processes_does_not_change_the_numbers(tmp_path: Path) -> None:
-    """A plan in float64 gives the same losses on one, two and three processes, to every digit shown."""
+    """A plan in float64 gives the same losses on one process as on three, to every digit shown."""
     (tmp_path / "plan.toml").write_text('precision = "fp64"\n', encoding="utf-8")
     (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy\n" * 200, encoding="utf-8")
     arguments = ("--steps", "3", "--plan", "plan.toml", "--file", "text.txt")
 
-    losses = [read_losses(train(tmp_path, *arguments, nproc=nproc)) for nproc in (1, 2, 3)]
+    losses = [read_losses(train(tmp_path, *arguments, nproc=nproc)) for nproc in (1, 3)]
 
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
 
 
 SHORT = {
