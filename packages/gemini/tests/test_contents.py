@@ -19,7 +19,7 @@ from colossal_core.runtime.arena import Arena
 from colossal_gemini.contents import Content, Tier, Tiers
 from colossal_gemini.disk import Disk
 
-NUMEL = 3000
+NUMEL = 3072
 SIZE = 12288
 """Bytes that a content of ``NUMEL`` fp32 takes: three pages."""
 

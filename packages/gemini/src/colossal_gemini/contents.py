@@ -150,6 +150,7 @@ class Content:
         self._blocks: dict[Arena, Block] = {}
         self._extent: Extent | None = None
         self._pending: _Pending | None = None
+        self._shown: torch.Tensor | None = None
         self._last: Transfer | None = None
         self._stopover: Arena | None = None
 
@@ -194,6 +195,16 @@ class Content:
         :meth:`wrote`. Otherwise there may be no memory behind it, and touching it ends the process.
         """
         return self._block(tier).tensor
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """The memory on the device as models see it: who refers to it does not refer to :meth:`tensor_in`.
+
+        So it can be told whether anybody holds a view from the model, whatever else the memory is used for.
+        """
+        if self._shown is None:
+            self._shown = self._block(self.tiers.device).alias()
+        return self._shown
 
     # --- operations -----------------------------------------------------------------------------------------
 
@@ -301,6 +312,7 @@ class Content:
         for block in self._blocks.values():
             block.close()
         self._blocks.clear()
+        self._shown = None
 
     # --- room -----------------------------------------------------------------------------------------------
 

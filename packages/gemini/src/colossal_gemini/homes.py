@@ -85,7 +85,7 @@ class ContentMemory:
     @property
     def tensor(self) -> torch.Tensor:
         """The memory, 1-D."""
-        return self.content.tensor_in(self.content.tiers.device)
+        return self.content.shown
 
     def acquire(self) -> None:
         """Have memory."""

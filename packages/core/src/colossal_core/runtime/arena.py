@@ -77,6 +77,9 @@ class _Memory(Protocol):
     def release(self) -> None:
         """Give the memory back."""
 
+    def alias(self) -> torch.Tensor:
+        """Return the memory as a tensor with a storage of its own, where that can be."""
+
 
 def _load_libc() -> Any:
     """Return the C library with the signatures of what is called here, or None where it has no mmap."""
@@ -131,7 +134,7 @@ class _Mapped:
         self._is_pinned = is_pinned
         self._is_registered = False
         self._address = _reserve_aligned(self.nbytes)
-        buffer = (ctypes.c_byte * self.nbytes).from_address(self._address)
+        self._buffer = buffer = (ctypes.c_byte * self.nbytes).from_address(self._address)
         self.tensor = torch.frombuffer(buffer, dtype=dtype, count=numel)
         # torch holds the buffer with the storage, so this runs when the last view is gone, and not at exit.
         weakref.finalize(buffer, _LIBC.munmap, self._address, self.nbytes).atexit = False
@@ -153,6 +156,10 @@ class _Mapped:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._is_registered = False
         _map_nothing(self._address, self.nbytes)
+
+    def alias(self) -> torch.Tensor:
+        """Return another tensor over the mapping."""
+        return torch.frombuffer(self._buffer, dtype=self.tensor.dtype, count=self.tensor.numel())
 
 
 def _register(address: int, nbytes: int) -> bool:
@@ -183,6 +190,10 @@ class _Allocated:
     def release(self) -> None:
         """Free."""
         self.tensor.untyped_storage().resize_(0)
+
+    def alias(self) -> torch.Tensor:
+        """Return the same tensor: memory that moves has one storage."""
+        return self.tensor
 
 
 @final
@@ -240,6 +251,18 @@ class Block:
         setattr(self._storage, _HELD, 0)
         self.arena.note(self)
 
+    def alias(self) -> torch.Tensor:
+        """Return a tensor over the same memory, whose references can be told from those to ``tensor``.
+
+        In host memory it has a storage of its own, which counts no bytes; on accelerators it is ``tensor``.
+        """
+        if self._memory is None:
+            return self.tensor
+        found = self._memory.alias()
+        if found is not self.tensor:
+            setattr(found.untyped_storage(), _HELD, 0)
+        return found
+
     def close(self) -> None:
         """Release if held, and let go of the addresses as soon as no view is left. May be called again."""
         if self.is_held:
@@ -247,6 +270,7 @@ class Block:
         self._memory = None
         self._is_closed = True
         self.tensor = self.tensor.new_empty(0)
+        self._storage = self.tensor.untyped_storage()
 
 
 @final

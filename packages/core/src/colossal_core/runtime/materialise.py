@@ -220,4 +220,5 @@ def _fill(
         if name not in owned:
             continue
         for holding in held.get(plain_name(name), ()):
-            holding.view.copy_(tensor[holding.box.slices])
+            with holding.present():
+                holding.view.copy_(tensor[holding.box.slices])
