@@ -68,6 +68,13 @@ def run_ranks(session: nox.Session, *command: str, **environment: str) -> None:
     session.run(*command, env=environment, interrupt_timeout=30, terminate_timeout=10)
 
 
+def install_deepspeed(session: nox.Session) -> None:
+    """Install a peer of benchmarks, which is left out, and named in the table, where it does not install."""
+    session.install("numpy", "packaging", "setuptools", "wheel")  # what building it needs
+    without_kernels = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+    session.install("--no-build-isolation", "deepspeed", env=without_kernels, success_codes=[0, 1])
+
+
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest, also where there are two cores and no numpy.
 
@@ -253,11 +260,16 @@ def coverage_tensor_parallel(session: nox.Session) -> None:
 def bench_zero(session: nox.Session) -> None:
     """Compare `zero1` to `zero3` with DDP, FSDP2 and DeepSpeed: -- [--ranks 2 4] [--sweep] [...]."""
     install(session, "core", "cli", "zero")
-    session.install("numpy", "packaging", "setuptools", "wheel")  # what building the next one needs
-    # Left out, and named in the table, where it does not install.
-    without_kernels = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    session.install("--no-build-isolation", "deepspeed", env=without_kernels, success_codes=[0, 1])
+    install_deepspeed(session)
     run_ranks(session, "python", "-m", "benchmarks.zero", *session.posargs)
+
+
+@nox.session(python=PYTHON)
+def bench_gemini(session: nox.Session) -> None:
+    """Measure `gemini` over its budget, beside its floor and peers with offload: -- [--ranks 1 2] [...]."""
+    install(session, "core", "cli", "zero", "gemini")
+    install_deepspeed(session)
+    run_ranks(session, "python", "-m", "benchmarks.gemini", *session.posargs)
 
 
 @nox.session(python=PYTHON)
