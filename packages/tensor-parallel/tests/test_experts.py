@@ -28,11 +28,11 @@ class Experts(nn.Module):
 
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map ``[tokens, width]`` and weights ``[tokens, expert]`` to ``[tokens, width]``."""
-        both = torch.einsum("tw,ewh->teh", hidden, self.gate_up) + self.gate_up_bias
+        both = torch.einsum("tw,xwh->txh", hidden, self.gate_up) + self.gate_up_bias
         gate, up = (both[..., ::2], both[..., 1::2]) if self.in_turn else both.split(self.hidden, -1)
-        found = torch.einsum("teh,ehw->tew", F.silu(gate) * up, self.down)
+        found = torch.einsum("txh,xhw->txw", F.silu(gate) * up, self.down)
         found = found if self.down_bias is None else found + self.down_bias
-        return torch.einsum("tew,te->tw", found, weights)
+        return torch.einsum("txw,tx->tw", found, weights)
 
 
 class Routed(nn.Module):
