@@ -244,8 +244,9 @@ def bench_replicated(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def bench_tensor_parallel(session: nox.Session) -> None:
-    """Compare the step time of `TensorParallel` with torch's parallelize_module: -- [--ranks 2 4] [...]."""
-    install(session, "core", "cli", "tensor-parallel")
+    """Compare the step time of `TensorParallel` with torch and transformers: -- [--ranks 2 4] [...]."""
+    install(session, "core", "cli", "tensor-parallel", groups=("examples",))
+    session.install("accelerate>=1.1")  # transformers loads nothing by a plan without it
     run_ranks(session, "python", "-m", "benchmarks.tensor_parallel", *session.posargs)
 
 
