@@ -60,6 +60,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 20), nn.Linear(20, width)
         self.scale, self.gate = Scaled(width), nn.Parameter(torch.ones(width))
         self.across = Across(width) if mixes else nn.Identity()
+        self.drop = nn.Dropout(0.0)  # used on features that are cut, and on divided tokens
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``[batch, tokens, width]`` to the same shape."""
@@ -72,7 +73,9 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         hidden = hidden + self.scale(self.out(mixed))
         hidden = self.across(hidden)
-        outputs: torch.Tensor = hidden + self.gate * self.down(F.gelu(self.up(self.norm2(hidden))))
+        outputs: torch.Tensor = hidden + self.gate * self.drop(
+            self.down(self.drop(F.gelu(self.up(self.norm2(hidden)))))
+        )
         return outputs
 
 

@@ -187,7 +187,10 @@ class OfTokens(Stand):
             CapabilityError: It gets tensors besides, which it did not when it was tried.
         """
         lot = _works(self).lot
-        if not isinstance(features, SplitTokens) and not is_known(features):
+        # Without weights nothing is gained by dividing, and features may be cut: activations and dropout are
+        # used between column and row layers, too.
+        stays = not is_known(features) or not any(True for _ in self.parameters())
+        if stays and not isinstance(features, SplitTokens):
             found: torch.Tensor = super().forward(features, *args, **kwargs)
             return found
         if any(isinstance(leaf, torch.Tensor) for leaf in (*args, *kwargs.values())):

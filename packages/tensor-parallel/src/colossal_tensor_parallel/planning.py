@@ -83,8 +83,13 @@ def _with_regions(made: ModelPlan, model: nn.Module, trace: Trace | str) -> Mode
             hint="leave sequence=True out: layers are cut all the same",
         )
     regions = with_shares(found, made.decisions, model)
-    tied = [name for name in regions.shares if name in made.shared]
-    assert not tied, tied
+    twice = [name for name in regions.shares if name in made.shared]
+    if twice:
+        raise CapabilityError(
+            f"{', '.join(twice)} of this {type(model).__name__} are used between cut layers and on divided "
+            "sequences, and their gradients would be shares of two kinds",
+            hint="leave sequence=True out: layers are cut all the same",
+        )
     return evolve(made, shared=(*made.shared, *regions.shares), regions=regions)
 
 
