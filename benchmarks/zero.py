@@ -61,6 +61,14 @@ GROUPS = (
 )
 """What is measured side by side; all together would not fit into the memory of a small machine."""
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "DEEPSPEED_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
+"""What all processes that measure have in common."""
+
 IS_COMPLETE = importlib.util.find_spec("deepspeed") is not None
 """Whether all peers are installed; those that are not are left out, and the table says so."""
 
@@ -266,20 +274,26 @@ def run_workers(
         ]
         command += ["--worker", str(target), "--widths", str(width), "--rounds", str(rounds)]
         command += ["--systems", *systems, *(["--bytes"] if bytes_only else [])]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "DEEPSPEED_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore",
-        }
         ended = subprocess.run(  # noqa: S603 - our own command
-            command, check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            check=False,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         if not target.exists():
             sys.exit(f"{' '.join(systems)} on {ranks} ranks failed:\n{ended.stdout[-4000:]}")
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
         return found
+
+
+def build_peers() -> None:
+    """Let DeepSpeed compile its operation once: ranks that do so side by side remove each other's lock."""
+    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    subprocess.run(  # noqa: S603 - our own command
+        [sys.executable, "-c", code], check=False, env={**os.environ, **ENVIRONMENT}, capture_output=True
+    )
 
 
 # --- judging ------------------------------------------------------------------------------------------------
@@ -382,7 +396,9 @@ def main() -> None:
     if arguments.worker:
         work(arguments)
         return
-    if not IS_COMPLETE:
+    if IS_COMPLETE:
+        build_peers()
+    else:
         print("deepspeed is not installed, and left out")
     if arguments.sweep:
         cases = sweep(arguments.rounds)
