@@ -155,6 +155,39 @@ def test_models_without_tokens_are_refused() -> None:
     assert "leave sequence=True out" in caught.value.hint
 
 
+class Shared(nn.Module):
+    """A vector that scales what enters, which is whole, and again what lies between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.first, self.second = nn.Embedding(41, 12), Scaled(12), Scaled(12)
+        self.second.gamma = self.first.gamma
+        self.up, self.down, self.head = nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(12, 41)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ids to logits."""
+        hidden = self.first(self.tokens(ids).flip(1))
+        hidden = hidden + self.second(self.down(F.gelu(self.up(hidden))))
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def build_shared() -> Workload:
+    """Return a run of it."""
+    work = build_workload("gpt", num_steps=3)
+    model = Shared().double()
+    randomise(model, seed=4)
+    return evolve(work, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def test_weights_that_several_modules_share_are_exact() -> None:
+    """One of the modules reads whole sequences, so the gradient is no share."""
+    recipe = Recipe(builder=build_shared)
+    piece = TensorParallel(degree=2, sequence=True)
+
+    check_parity(recipe, nproc=2, pieces=[piece], registry=make_registry)
+
+
 class Dropping(nn.Module):
     """A pair of layers, and dropout of what they add."""
 

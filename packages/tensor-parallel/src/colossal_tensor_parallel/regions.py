@@ -15,6 +15,7 @@ compute whole, and what enters them is gathered.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, final
@@ -33,7 +34,7 @@ from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable
 from colossal_tensor_parallel.products import Entrance
 from colossal_tensor_parallel.tables import is_plain_table
 from colossal_tensor_parallel.tokens import Lot, SplitTokens, plain
-from colossal_tensor_parallel.tracing import Trace, copy_module, make_values
+from colossal_tensor_parallel.tracing import Trace, copy_module, make_values, own_parameters
 from colossal_tensor_parallel.wires import Wire
 
 __all__ = ["find_regions", "solo_wire", "stand_of", "with_shares", "works_of"]
@@ -134,6 +135,8 @@ class _DryRun:
     ) -> None:
         """Run it."""
         self._model = model
+        self._read_outside = trace.read_outside
+        self._num_owners = Counter(p for it in model.modules() for p in own_parameters(it).values())
         self._notes: list[tuple[str, str]] = []
         self._lot = Lot(solo_wire(), Dice(0), self._notes)
         self._stack: list[str] = [""]
@@ -204,6 +207,8 @@ class _DryRun:
         if any(isinstance(leaf, torch.Tensor) for leaf in others):
             return False
         module = self._model.get_submodule(name)
+        if name in self._read_outside or any(self._num_owners[p] > 1 for p in module.parameters()):
+            return False  # others have the whole gradient of its weights
         scalars = tuple(
             (key, value) for key, value in sorted(vars(module).items()) if type(value) in {int, float, bool}
         )
