@@ -67,6 +67,11 @@ SHORT = {
     "cut_layers.py": ("transformers", ("--steps", "3"), r"step 3: loss \d\.\d+, gradient norm"),
     "finetune_transformers.py": ("transformers", ("--steps", "3"), r"step 3: loss 2\.\d+, gradient norm"),
     "gan_digits.py": ("sklearn", ("--epochs", "1"), r"epoch 1: distance -?\d+\.\d+"),
+    "large_gpt.py": (
+        "colossal_gemini",
+        ("--steps", "3", "--width", "64", "--layers", "4", "--device-budget", "6MiB"),
+        r"step 3: loss \d+\.\d+",
+    ),
     "reverse_digits.py": ("colossal_pipeline", ("--steps", "3"), r"step 3: loss \d+\.\d+"),
 }
 

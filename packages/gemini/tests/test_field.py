@@ -1,0 +1,238 @@
+"""What users of chunked memory met elsewhere: odd sizes, frozen layers, old weights, ties, placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colossal_core import Booster, Recompute
+from colossal_gemini import Gemini
+from colossal_testkit import run_ranks
+from colossal_testkit.models import GPT, TokenLoss
+from colossal_testkit.stories import assert_close, batch_of
+
+STEPS = 3
+
+Found = tuple[list[float], dict[str, torch.Tensor]]
+"""Gradient norms and weights."""
+
+
+def make_mlp(trainable: str = "all") -> nn.Module:
+    """Return blocks of prime widths; all of them trainable, one in the middle, the last layer, or none."""
+    torch.manual_seed(3)
+    blocks = (nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7)) for _ in range(3))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Sequential(*blocks), nn.Linear(7, 3)).double()
+    if trainable != "all":
+        model.requires_grad_(requires_grad=False)
+        if trainable != "none":
+            model.get_submodule(trainable).requires_grad_()
+    return model
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW over what requires gradients."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Return the loss of one rank's share."""
+    outputs: torch.Tensor = model(batch_of(rank, step))
+    return outputs.square().mean()
+
+
+def train(trainable: str, pieces: tuple[object, ...]) -> Found:
+    """Train on this rank, with an evaluation in between."""
+    model: Any = make_mlp(trainable)
+    booster = Booster(*pieces, precision="fp64", max_grad_norm=0.5)
+    model, optimizer = booster.boost(model, make_optimizer(model))
+    norms = []
+    for step in range(STEPS):
+        with torch.no_grad():
+            loss_of(model, dist.get_rank(), step)
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        optimizer.zero_grad()
+    with booster.full_parameters(model) as full:
+        return norms, {name: value.clone() for name, value in full.items()}
+
+
+def train_alone(trainable: str, num_ranks: int) -> Found:
+    """Train in one process on the batches of all ranks."""
+    model = make_mlp(trainable)
+    optimizer = make_optimizer(model)
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norms = []
+    for step in range(STEPS):
+        losses = [loss_of(model, rank, step) for rank in range(num_ranks)]
+        (torch.stack(losses).sum() / num_ranks).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(chosen, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def compare(found: list[Found], wanted: Found) -> None:
+    """Compare norms and weights of all ranks with those of one process."""
+    for norms, weights in found:
+        assert norms == pytest.approx(wanted[0], rel=1e-10)
+        for name, value in weights.items():
+            assert_close(value, wanted[1][name], name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("chunk_bytes", [None, 8, 97])
+def test_sizes_that_do_not_divide_are_exact(num_ranks: int, chunk_bytes: int | None) -> None:
+    """Prime widths, chunks of any length, ranks that are no power of two."""
+    found = run_ranks(train, num_ranks, "all", (Gemini(device_budget="1MiB", chunk_bytes=chunk_bytes),))
+
+    compare(found, train_alone("all", num_ranks))
+
+
+@pytest.mark.parametrize("more", [(), (Recompute(),)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("trainable", ["1.1", "2"])
+def test_frozen_layers_stay_as_they_are(trainable: str, more: tuple[object, ...]) -> None:
+    """Only a block in the middle trains, or only the last layer; inputs then need no gradient."""
+    found = run_ranks(train, 2, trainable, (Gemini(device_budget="1MiB"), *more))
+
+    compare(found, train_alone(trainable, 2))
+    before = make_mlp(trainable).state_dict()
+    for _, weights in found:
+        for name, value in weights.items():
+            assert name.startswith(trainable) or torch.equal(value, before[name])
+
+
+def evaluate_frozen() -> float:
+    """Return the loss of a model of which nothing trains."""
+    booster = Booster(Gemini(device_budget="1MiB"), precision="fp64")
+    model: Any = booster.boost(make_mlp("none"))
+    model = model[0] if isinstance(model, tuple) else model
+    with torch.no_grad():
+        return float(loss_of(model, 0, 0))
+
+
+def test_a_model_that_is_all_frozen_is_evaluated() -> None:
+    """Without any optimizer."""
+    assert run_ranks(evaluate_frozen, 2) == [pytest.approx(float(loss_of(make_mlp("none"), 0, 0)))] * 2
+
+
+def save_trained(folder: str) -> float:
+    """Train without Gemini, save a checkpoint and plain weights; return the loss of what was saved."""
+    model: Any = make_mlp()
+    booster = Booster(precision="fp64")
+    model, optimizer = booster.boost(model, make_optimizer(model))
+    loss_of(model, dist.get_rank(), 0).backward()
+    optimizer.step()
+    booster.save(f"{folder}/run")
+    booster.export(model, f"{folder}/weights")
+    with torch.no_grad():
+        return float(loss_of(model, 0, 0))
+
+
+def first_loss(folder: str, way: str, device: str) -> float:
+    """Return the loss, before any step, of a model whose weights come from another plan."""
+    with torch.device(device):
+        model: Any = make_mlp()
+    booster = Booster(Gemini(device_budget="1MiB"), precision="fp64")
+    model, _ = booster.boost(model, make_optimizer(model))
+    if way == "run":
+        booster.load(f"{folder}/run")
+    else:
+        booster.import_weights(model, f"{folder}/weights")
+    with torch.no_grad():
+        return float(loss_of(model, 0, 0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", ["run", "weights"])
+def test_weights_from_before_are_those_that_train(way: str, device: str, tmp_path: Path) -> None:
+    """A checkpoint and plain weights, into a model with memory of its own and into one without."""
+    wanted = run_ranks(save_trained, 2, str(tmp_path))
+
+    found = run_ranks(first_loss, 2, str(tmp_path), way, device)
+
+    assert found == [pytest.approx(wanted[0], rel=1e-10)] * 2
+
+
+def make_gpt() -> GPT:
+    """Return a GPT whose output layer is its embedding."""
+    torch.manual_seed(5)
+    return GPT(is_tied=True).double()
+
+
+def token_loss(model: nn.Module) -> float:
+    """Return the loss of a batch of tokens."""
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        return float(TokenLoss()(model(ids), ids + 1))
+
+
+def export_tied(folder: str) -> float:
+    """Take a step, export, import into another boosted model; return the loss of what was exported."""
+    ids = torch.arange(12).view(2, 6)
+    model: Any = make_gpt()
+    booster = Booster(Gemini(device_budget="1MiB"), precision="fp64")
+    model, optimizer = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.forward_backward(model, (ids, ids + 1), TokenLoss())
+    optimizer.step()
+    booster.export(model, f"{folder}/weights", max_file_bytes=20_000)
+    other: Any = GPT(is_tied=True).double()
+    again = Booster(Gemini(device_budget="1MiB"), precision="fp64")
+    other, _ = again.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again.import_weights(other, f"{folder}/weights")
+    assert token_loss(other) == pytest.approx(token_loss(model), rel=1e-10)
+    return token_loss(model)
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    """In files of a small size; they fit a plain model, and stay tied."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    wanted = run_ranks(export_tied, 2, str(tmp_path))
+
+    stored: dict[str, torch.Tensor] = {}
+    files = sorted((tmp_path / "weights").glob("*.safetensors"))
+    for file in files:
+        stored |= safetensors.load_file(file)
+    plain = make_gpt()
+    missing, unexpected = plain.load_state_dict(stored, strict=False)
+    shared = [names for names in plain.state_dict() if names not in stored]
+    assert len(files) > 1
+    assert (unexpected, missing) == ([], shared)
+    assert set(stored) == {name for name, _ in plain.named_parameters()}
+    assert [token_loss(plain)] * 2 == [pytest.approx(loss, rel=1e-10) for loss in wanted]
+
+
+PLACEMENTS = {
+    "least of the device": Gemini(device_budget=6_000),
+    "some of the device": Gemini(device_budget=9_000),
+    "all of the device": Gemini(device_budget="1MiB"),
+    "static": Gemini(device_budget="1MiB", placement="static"),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_placements_give_identical_numbers(name: str) -> None:
+    """Bit for bit those of everything on the device, and those of one process."""
+    found = run_ranks(train, 2, "all", (PLACEMENTS[name],))
+
+    compare(found, train_alone("all", 2))
+    everything = run_ranks(train, 2, "all", (Gemini(device_budget="64MiB"),))
+    for (norms, weights), (other_norms, others) in zip(found, everything, strict=True):
+        assert norms == other_norms
+        assert all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+def train_on_disk(folder: str) -> Found:
+    """Train with files below host memory, which computes."""
+    return train("all", (Gemini(host_budget=30_000, disk=folder),))
+
+
+def test_files_give_identical_numbers(tmp_path: Path) -> None:
+    """Where host memory is too small for the state of the model."""
+    compare(run_ranks(train_on_disk, 1, str(tmp_path)), train_alone("all", 1))
