@@ -85,8 +85,9 @@ def compare(found: list[Found], wanted: Found) -> None:
             assert_close(value, wanted[1][name], name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("chunk_bytes", [None, 8, 97])
+@pytest.mark.parametrize(
+    ("num_ranks", "chunk_bytes"), [(1, 8), (1, 97), (2, None), (2, 8), (3, 97), (3, None), (5, 97)]
+)
 def test_sizes_that_do_not_divide_are_exact(num_ranks: int, chunk_bytes: int | None) -> None:
     """Prime widths, chunks of any length, ranks that are no power of two."""
     found = run_ranks(train, num_ranks, "all", (Gemini(device_budget="1MiB", chunk_bytes=chunk_bytes),))
@@ -181,7 +182,9 @@ def export_tied(folder: str) -> float:
     booster.forward_backward(model, (ids, ids + 1), TokenLoss())
     optimizer.step()
     booster.export(model, f"{folder}/weights", max_file_bytes=20_000)
-    other: Any = GPT(is_tied=True).double()
+    other: Any = make_gpt()
+    with torch.no_grad():
+        other.head.weight.mul_(2)
     again = Booster(Gemini(device_budget="1MiB"), precision="fp64")
     other, _ = again.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
     again.import_weights(other, f"{folder}/weights")
@@ -209,8 +212,8 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 
 PLACEMENTS = {
-    "least of the device": Gemini(device_budget=6_000),
-    "some of the device": Gemini(device_budget=9_000),
+    "little of the device": Gemini(device_budget=11_000),
+    "some of the device": Gemini(device_budget=16_000),
     "all of the device": Gemini(device_budget="1MiB"),
     "static": Gemini(device_budget="1MiB", placement="static"),
 }

@@ -25,7 +25,7 @@ prefetch follows the order of the last pass, which is the same on all ranks, too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -169,11 +169,12 @@ class Residency:
 
     def ensure(self, units: Iterable[Unit]) -> None:
         """Have units resident, and start to gather the one that was needed next the last time."""
-        for unit in units:
+        wanted = tuple(units)
+        for unit in wanted:
             if unit.state == "resident":
                 continue
             self._hear_of_end()
-            self._make_room(unit)
+            self._make_room(wanted)
             self._start(unit)
             self._finish(unit)
             if not is_in_backward():
@@ -240,10 +241,10 @@ class Residency:
 
     # --- what stays -----------------------------------------------------------------------------------------
 
-    def _make_room(self, unit: Unit) -> None:
-        """Release other units before one comes; inside backward, which has left them."""
+    def _make_room(self, wanted: Collection[Unit]) -> None:
+        """Release other units before some come; inside backward, which has left them."""
         for other in self._units if is_in_backward() else ():
-            if other is not unit and other.state == "resident" and not other.is_root:
+            if other not in wanted and other.state == "resident" and not other.is_root:
                 self.release(other)
 
     def _left(self, unit: Unit) -> None:
