@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossal_core import Booster, launch
+from colossal_core import Booster, Recompute, launch
 from colossal_gemini import Gemini
 
 BATCH, CONTEXT, HEADS = 4, 64, 4
@@ -56,11 +56,11 @@ class GPT(nn.Module):
 def main() -> None:
     """Report, train, and say how much of the device was used."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device-budget", default="24MiB", help="memory that computes")
+    parser.add_argument("--device-budget", default="48MiB", help="memory that computes")
     parser.add_argument("--host-budget", help="host memory for what does not fit there; default: no limit")
     parser.add_argument("--disk", help="a folder for what does not fit there either")
     parser.add_argument("--plan", type=Path, help="a TOML file instead, such as examples/gemini.toml")
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
@@ -75,11 +75,11 @@ def main() -> None:
     gemini = Gemini(device_budget=options.device_budget, host_budget=options.host_budget, disk=options.disk)
     if options.plan is None:
         pair = windows[batch][:, :-1], windows[batch][:, 1:]
-        report = gemini.fit(model, pair, criterion=F.cross_entropy, ranks=world.world_size)
+        report = gemini.fit(model, pair, criterion=F.cross_entropy, ranks=world.world_size, recompute=True)
         if world.rank == 0:
             print(report)
             report.save("large_gpt.json")
-        booster = Booster(gemini, max_grad_norm=1.0)
+        booster = Booster(gemini, Recompute(), max_grad_norm=1.0)
     else:
         booster = Booster(plan=options.plan)
     model, optimizer = booster.boost(model, optimizer)

@@ -36,6 +36,7 @@ class Layout:
         dtypes: What each parameter computes in.
         units: Chunks of each unit; ``""`` is what no repeated block holds.
         choice: The size of chunks, with its waste.
+        ranks: Among how many ranks chunks are divided.
     """
 
     chunks: tuple[Chunk, ...]
@@ -43,6 +44,7 @@ class Layout:
     dtypes: Mapping[nn.Parameter, torch.dtype]
     units: Mapping[str, tuple[int, ...]]
     choice: ChunkChoice
+    ranks: int = 1
 
     def unit_of(self, path: str) -> str:
         """Return the unit that a module lies in, by its name."""
@@ -98,4 +100,6 @@ def lay_out(
                     is_pinned=not unit,
                 )
             )
-    return Layout(chunks=tuple(chunks), chunk_of=chunk_of, dtypes=dtypes, units=units, choice=choice)
+    return Layout(
+        chunks=tuple(chunks), chunk_of=chunk_of, dtypes=dtypes, units=units, choice=choice, ranks=ranks
+    )

@@ -20,7 +20,7 @@ import attrs
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_gemini.budgets import show_bytes
 from colossal_gemini.costs import TIERS, Arrangement, Budgets, Prices, Rates, Tier, update_moves
-from colossal_gemini.eviction import Plan, Room, describe_load, find_peak, simulate
+from colossal_gemini.eviction import Plan, describe_load, find_peak, simulate
 from colossal_gemini.placement import Placement, least_device_budget, place
 from colossal_gemini.trace import Trace
 
@@ -158,13 +158,12 @@ class FitReport:
         least = "no budget does" if self.least_budget is None else f"{self.least_budget} bytes"
         if self.least_budget is not None and self.least_budget >= 1024:
             least += f" ({show_bytes(self.least_budget)})"
-        room = Room(budget=0) if self.placement is None else self.placement.room
         largest = show_bytes(max(chunk.whole_bytes for chunk in self.trace.chunks))
-        return [
-            f"least device budget: {least}",
-            f"most is needed when {describe_load(find_peak(self.trace, room), self.trace)}",
-            f"chunks: {len(self.trace.chunks)}, of {largest} at most; padding {self.waste:.2%}",
-        ]
+        lines = [f"least device budget: {least}"]
+        if self.placement is not None:
+            peak = describe_load(find_peak(self.trace, self.placement.room), self.trace)
+            lines.append(f"most is needed when {peak}")
+        return [*lines, f"chunks: {len(self.trace.chunks)}, of {largest} at most; padding {self.waste:.2%}"]
 
     def _show_costs(self) -> list[str]:
         """Return the lines of what a step moves and takes."""

@@ -220,6 +220,7 @@ def run_step(
                 factor = part * 1
                 (loss * (factor * 1.0).to(loss.dtype)).backward()
             del outputs, mean
+            watch.settle()
             return recorder.finish()
         finally:
             recorder.cancel()
@@ -273,6 +274,7 @@ class _Watch:
         }
         self._missing = [set[int]() for _ in layout.chunks]
         self._held, self._left = set[int](), set[int]()
+        self._message: torch.Tensor | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> _Watch:
@@ -294,6 +296,10 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         """Remove hooks."""
         self._stack.close()
+
+    def settle(self) -> None:
+        """Let messages end."""
+        self._message = None
 
     def packing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which autograd asks for the values that it saved when it needs them."""
@@ -332,7 +338,8 @@ class _Watch:
     def _arrive(self, chunk: int, number: int, tensor: torch.Tensor) -> None:
         """See a gradient arrive, which then lies in the buffer of its chunk.
 
-        A buffer that is complete leaves, but has memory until the next one comes: that waits for it.
+        A buffer that is complete leaves, but has memory until the next one comes: that waits for it. What
+        arrives meanwhile from other ranks, where the CPU adds it up, may last until the next buffer leaves.
         """
         if chunk not in self._held:
             for left in self._left:
@@ -344,3 +351,5 @@ class _Watch:
         tensor.grad = None
         if not self._missing[chunk]:
             self._left.add(chunk)
+            if self._layout.ranks > 1 and tensor.device.type == "cpu":
+                self._message = tensor.new_empty(self._layout.chunks[chunk].numel)
