@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import itertools
 import json
 import os
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.workload import GPT, loss_of, make_batch
+from benchmarks.zero import ENVIRONMENT, IS_COMPLETE, build_peers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,9 +52,6 @@ RATE, WARM_UP, ROWS = 1e-3, 3, 1
 
 RING = 8
 """Contents that the floor moves in turn, so that they do not stay in a cache."""
-
-IS_COMPLETE = importlib.util.find_spec("deepspeed") is not None
-"""Whether all peers are installed; those that are not are left out, and the table says so."""
 
 Step = Callable[[int], float]
 Moved = dict[tuple[str, str], int]
@@ -323,15 +321,13 @@ def run_workers(
         command += ["--precisions", precision, "--systems", *systems]
         command += ["--width", str(arguments.width), "--layers", str(arguments.layers)]
         command += ["--rounds", str(arguments.rounds), "--budgets", *map(str, arguments.budgets)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "DEEPSPEED_LOG_LEVEL": "ERROR",
-            "PYTHONWARNINGS": "ignore",
-        }
         ended = subprocess.run(  # noqa: S603 - our own command
-            command, check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            check=False,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         if not target.exists():
             sys.exit(f"{measurement} of {' '.join(systems)} on {ranks} ranks failed:\n{ended.stdout[-4000:]}")
@@ -404,7 +400,9 @@ def main() -> None:
     if arguments.worker:
         work(arguments)
         return
-    if not IS_COMPLETE:
+    if IS_COMPLETE:
+        build_peers()
+    else:
         print("deepspeed is not installed, and left out")
     cases = []
     for ranks, precision in itertools.product(arguments.ranks, arguments.precisions):
