@@ -24,8 +24,11 @@ def test_cut_layers_with_divided_memory_are_exact(name: str, stage: Literal[1, 2
     check_parity(recipe, nproc=4, pieces=[TensorParallel(degree=2), Zero(stage=stage)])
 
 
-def test_cut_layers_that_are_divided_and_recomputed_are_exact() -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_cut_layers_that_are_divided_and_recomputed_are_exact(*, sequence: bool) -> None:
     """The second run of a block gathers its parameters, and sums over tensor ranks again."""
     recipe = Recipe(builder=build_workload, arguments={"name": "gpt"}, max_grad_norm=0.5)
 
-    check_parity(recipe, nproc=4, pieces=[TensorParallel(degree=2), Zero(stage=3), Recompute()])
+    check_parity(
+        recipe, nproc=4, pieces=[TensorParallel(degree=2, sequence=sequence), Zero(stage=3), Recompute()]
+    )

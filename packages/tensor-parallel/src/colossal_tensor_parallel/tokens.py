@@ -87,6 +87,11 @@ class SplitTokens(torch.Tensor):
         """Return another tensor that is divided in the same way."""
         return SplitTokens.of(piece, self.lot, self.num_tokens, origin)
 
+    def restorer(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes a divided tensor of a piece again, for blocks that are recomputed."""
+        lot, num_tokens = self.lot, self.num_tokens
+        return lambda piece: SplitTokens.of(piece, lot, num_tokens)
+
     @property
     def whole_shape(self) -> torch.Size:
         """The shape of the whole."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 from attrs import define, field
@@ -46,7 +46,16 @@ if TYPE_CHECKING:
     from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
 
-__all__ = ["RecomputeStrategy"]
+__all__ = ["RecomputeStrategy", "Restorable"]
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """A tensor of a class of its own that a block may get; kept for backward, it may come back plain."""
+
+    def restorer(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes such a tensor of a plain one again; it keeps no values."""
+
 
 SHOWN_NAMES = 8
 """Names listed in an error before the rest is counted."""
@@ -240,6 +249,7 @@ class _Run:
         self._recomputation, self._block, self._forward = recomputation, block, forward
         self._num_args, self._names = num_args, names
         self._had_first = False
+        self._restorers: list[Callable[[torch.Tensor], torch.Tensor] | None] = []
         self._random = _RandomState()
         self._training: list[tuple[nn.Module, bool]] = []
         self._copies: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -247,11 +257,17 @@ class _Run:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run forward, for the first time or as the first time."""
+        if self._had_first:  # kept under hooks of saved tensors, they have lost their class
+            arguments = tuple(
+                it if restore is None or isinstance(it, Restorable) else restore(it)
+                for it, restore in zip(arguments, self._restorers, strict=True)
+            )
         args = arguments[: self._num_args]
         kwargs = dict(zip(self._names, arguments[self._num_args :], strict=True))
         if self._had_first:
             return self._run_again(args, kwargs)
         self._had_first = True
+        self._restorers = [it.restorer() if isinstance(it, Restorable) else None for it in arguments]
         return self._run_first(args, kwargs)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
