@@ -13,6 +13,13 @@ transfer, and written out before that.
 At most three transfers run at a time, as an update needs them: while it computes on one chunk, the next are
 read and the last one is written. Each 4 MiB have a checksum, kept in memory, so that what comes back is what
 was written.
+
+# Note [Hard limits]
+Under ``RLIMIT_DATA`` other things count beside blocks: 8 MiB of stack for each of the four threads, and the
+heap. glibc does not use a freed block of its heap for the next aligned one of that size, so the optimizer
+states that a first update makes, chunk by chunk, stay there although they have moved into blocks. A state of
+644 MiB did not train under a limit of 160 MiB (and a host budget of 100 MiB); with
+``MALLOC_MMAP_THRESHOLD_=1048576`` in the environment it does, and 120 MiB are resident at most.
 """
 
 from __future__ import annotations
