@@ -12,7 +12,7 @@ from torch import nn
 
 from colossal_core import Booster, Recompute
 from colossal_gemini import Gemini
-from colossal_testkit import run_ranks
+from colossal_testkit import run_ranks, run_ranks_expecting_errors
 from colossal_testkit.models import GPT, TokenLoss
 from colossal_testkit.stories import assert_close, batch_of
 
@@ -239,3 +239,34 @@ def train_on_disk(folder: str) -> Found:
 def test_files_give_identical_numbers(tmp_path: Path) -> None:
     """Where host memory is too small for the state of the model."""
     compare(run_ranks(train_on_disk, 1, str(tmp_path)), train_alone("all", 1))
+
+
+def train_gpt(budget: int) -> float:
+    """Take two steps within a budget of the device; return the loss of the second."""
+    torch.manual_seed(5)
+    ids = torch.arange(24).view(4, 6)
+    model: Any = GPT(num_blocks=3)
+    booster = Booster(Gemini(device_budget=budget, host_budget="1MiB"))
+    model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    loss = torch.zeros(())
+    for _ in range(2):
+        loss = booster.forward_backward(model, (ids, ids + 1), TokenLoss())
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_least_budget_of_a_report_trains(num_ranks: int) -> None:
+    """What was said without memory holds with it; far below, the first step says what would do."""
+    ids = torch.arange(24).view(4, 6)
+    report = Gemini(device_budget=1, host_budget="1MiB").fit(
+        GPT(num_blocks=3), (ids, ids + 1), criterion=TokenLoss(), ranks=num_ranks
+    )
+    assert report.least_budget is not None
+
+    losses = run_ranks(train_gpt, num_ranks, report.least_budget)
+    errors = run_ranks_expecting_errors(train_gpt, num_ranks, int(report.least_budget * 0.9))
+
+    assert losses == [losses[0]] * num_ranks
+    assert all("let device_budget be at least" in str(error) for error in errors)

@@ -19,6 +19,7 @@ backward saves a gather. It is an arrangement like others, and when it is chosen
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, final
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "least_device_budget", "place"]
 
-CATEGORIES = ("values", "gradients", "masters", "moments")
-"""What :meth:`Placement.bytes_in` tells apart."""
-
 
 @final
 @attrs.frozen(kw_only=True)
@@ -74,7 +72,7 @@ class Placement:
 
     def bytes_in(self, tier: Tier) -> dict[str, int]:
         """Return what lives in a tier, by category."""
-        found = dict.fromkeys(CATEGORIES, 0)
+        found = dict.fromkeys(("values", "gradients", "masters", "moments"), 0)
         for where, states in zip(self.chunks, self.states, strict=True):
             found["values"] += states.value * (where.value == tier)
             found["gradients"] += states.gradient * (where.gradient == tier)
@@ -140,9 +138,8 @@ def least_device_budget(
     None when no budget of the device is enough for the others. Arguments are those of :func:`place`; the
     budget of the device does not matter.
     """
-    placers = _make_placers(
-        trace, budgets, ranks=ranks, optimizer_states=optimizer_states, rates=rates, staging=staging
-    )
+    terms = {"ranks": ranks, "optimizer_states": optimizer_states}
+    placers = _make_placers(trace, budgets, rates=rates, staging=staging, **terms)
     return _least_of(placers, is_static=policy == "static")
 
 
@@ -238,11 +235,10 @@ class _Placer:
 
     def _succeeds(self, budget: int, *, is_static: bool) -> bool:
         """Return whether everything fits."""
-        try:
+        with contextlib.suppress(CapabilityError):
             self.run(budget, is_static=is_static)
-        except CapabilityError:
-            return False
-        return True
+            return True
+        return False
 
     def run(self, budget: int, *, is_static: bool) -> Placement:
         """Return the placement.

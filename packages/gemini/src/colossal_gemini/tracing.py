@@ -205,8 +205,11 @@ def run_step(
     seen = {parameter: (twins or {}).get(parameter, parameter) for parameter in layout.chunk_of}
     buffers = [(twins or {}).get(buffer, buffer) for buffer in model.buffers()]
     batch = pytree.tree_leaves((call.args, call.kwargs, call.target))
+    # Each p.grad shows one number in the shape of its parameter from the first step on.
+    guards = [tensor.detach().new_empty(()) for tensor in seen.values() if tensor.requires_grad]
     with _Watch(model, layout, recorder, seen) as watch:
-        recorder.begin([*buffers, *(leaf for leaf in batch if isinstance(leaf, torch.Tensor))])
+        existing = [*buffers, *guards, *(leaf for leaf in batch if isinstance(leaf, torch.Tensor))]
+        recorder.begin(existing)
         try:
             with _Flop(recorder):
                 with watch.packing():
