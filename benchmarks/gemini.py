@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.1, 0.05])
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--self", action="store_true", help="leave peers out")
     parser.add_argument("--json", type=Path, default=Path("runs/bench_gemini.json"))
