@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from colossal_core import Booster, Recompute
+from colossal_core.runtime.precision import Precision
 from colossal_gemini import Gemini
+from colossal_gemini.layout import lay_out
+from colossal_gemini.manager import GeminiManager
+from colossal_gemini.trace import Chunk
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
+from colossal_testkit.engine import engine_of
 from colossal_testkit.models import GPT, TokenLoss
 from colossal_testkit.stories import assert_close, batch_of
 
@@ -270,3 +276,27 @@ def test_the_least_budget_of_a_report_trains(num_ranks: int) -> None:
 
     assert losses == [losses[0]] * num_ranks
     assert all("let device_budget be at least" in str(error) for error in errors)
+
+
+def list_chunks(chunk_bytes: int | None) -> list[Chunk]:
+    """Return the chunks that a boosted GPT has."""
+    torch.manual_seed(5)
+    model: Any = GPT(num_blocks=3)
+    booster = Booster(Gemini(device_budget="1MiB", chunk_bytes=chunk_bytes), precision="bf16")
+    booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    manager = engine_of(booster).manager
+    assert isinstance(manager, GeminiManager)
+    return list(manager._chunks())
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 3000])
+def test_chunks_of_a_report_are_those_that_train(chunk_bytes: int | None) -> None:
+    """Whatever their numbers are: as many, as large, of the same units."""
+    layout = lay_out(GPT(num_blocks=3), Precision("bf16"), ranks=2, chunk_bytes=chunk_bytes)
+
+    for chunks in run_ranks(list_chunks, 2, chunk_bytes):
+        found, wanted = (
+            Counter((one.numel, one.used, one.is_trainable, one.is_pinned) for one in row)
+            for row in (chunks, layout.chunks)
+        )
+        assert found == wanted
