@@ -49,13 +49,13 @@ class Known:
     """A step that was seen.
 
     Attributes:
-        after: Which optimizer had stepped before it.
+        after: Which optimizer had stepped before it; None for any.
         extents: How large its batches were, pass by pass.
         trace: What it used.
         plan: What follows from that.
     """
 
-    after: int
+    after: int | None
     extents: tuple[Extent, ...]
     trace: Trace
     plan: Plan
@@ -109,7 +109,8 @@ class Course:
         number = len(self.extents)
         self.extents.append(extent)
         if number == 0:
-            likely = [k for k in self._known if k.after == self._after and _covers(k.extents[0], extent)]
+            after = {None, self._after}
+            likely = [k for k in self._known if k.after in after and _covers(k.extents[0], extent)]
             self._like = min(likely, key=lambda known: known.extents[0][1:], default=None)
         elif self._like is not None:
             seen = self._like.extents
@@ -133,6 +134,10 @@ class Course:
         stay = self._like.plan.moments[position]
         return Turn(is_planned=True, evictions=stay.evictions, prefetches=stay.prefetches, other=moment.other)
 
+    def expect(self, trace: Trace, plan: Plan) -> None:
+        """Take steps to be like one that was traced before there was any."""
+        self._known = [Known(after=None, extents=trace.extents, trace=trace, plan=plan)]
+
     def learn(self, trace: Trace, plan: Plan) -> None:
         """Remember how the step that ends now went."""
         known = Known(after=self._after, extents=tuple(self.extents), trace=trace, plan=plan)
@@ -150,6 +155,10 @@ class Course:
         self.extents = []
         self._position, self._after = 0, optimizer
         self.is_lost = False
+
+    def drop_plans(self) -> None:
+        """Know no plans any more, since state lives elsewhere now; the step that ends can be learned."""
+        self._known.clear()
 
     def forget(self) -> None:
         """Know no plans any more, since there are other chunks now."""

@@ -12,13 +12,9 @@ reach the same place or their ``step()``, unless they wait for this rank before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from colossal_core.runtime.scattered import ScatteredLane
-from colossal_gemini.homes import BlockMemory, ContentMemory
-
-if TYPE_CHECKING:
-    from colossal_core.runtime.flat import FlatBuffer
 
 __all__ = ["FrugalLane"]
 
@@ -41,7 +37,7 @@ class FrugalLane(ScatteredLane):
         """Have memory for the unreduced gradients of a buffer, and for not too many others."""
         while index in self._busy and self._on_their_way:
             self._collect_first()
-        if not _is_held(self.buffers[index]) and self._may_launch:
+        if not self.buffers[index].has_gradients and self._may_launch:
             self._send_old(index)
         super()._make_room(index)
 
@@ -53,7 +49,7 @@ class FrugalLane(ScatteredLane):
         held = [
             number
             for number, buffer in enumerate(self.buffers)
-            if _is_held(buffer) and buffer.kind.unit not in {"", unit}
+            if buffer.has_gradients and buffer.kind.unit not in {"", unit}
         ]
         units = list(dict.fromkeys(self.buffers[number].kind.unit for number in held))
         for old in units[: len(units) - MAX_UNITS + 1]:
@@ -61,9 +57,3 @@ class FrugalLane(ScatteredLane):
             while self.next <= min(last, index - 1):
                 self._launch_next()
                 self._collect_first()
-
-
-def _is_held(buffer: FlatBuffer) -> bool:
-    """Whether the unreduced gradients of a buffer have memory."""
-    memory = buffer.gradient_memory
-    return isinstance(memory, BlockMemory | ContentMemory) and memory.is_held

@@ -77,29 +77,37 @@ def lay_out(
         ranks=ranks,
         bound=chunk_bytes,
     )
-    chunks: list[Chunk] = []
-    chunk_of: dict[nn.Parameter, int] = {}
-    units: dict[str, tuple[int, ...]] = {}
-    for is_frozen, unit, dtype in sorted(groups, key=lambda key: key[0]):
-        members = groups[is_frozen, unit, dtype]
+    position = {parameter: number for number, parameter in enumerate(dtypes)}
+    pieces: list[tuple[bool, int, str, list[nn.Parameter]]] = []
+    for (is_frozen, unit, dtype), members in groups.items():
         sizes = [parameter.numel() for parameter in members]
         parts = cut_unit(sizes, value_bytes=dtype.itemsize, chunk_bytes=choice.chunk_bytes)
         for number, part in enumerate(parts):
-            used = sum(sizes[index] for index in part)
-            chunk_of.update((members[index], len(chunks)) for index in part)
-            units[unit] = (*units.get(unit, ()), len(chunks))
+            held = [members[index] for index in part]
             name = unit or type(model).__name__
-            chunks.append(
-                Chunk(
-                    index=len(chunks),
-                    name=name if len(parts) == 1 else f"{name} {number + 1}/{len(parts)}",
-                    numel=pad_numel(used, ranks=ranks, value_bytes=dtype.itemsize),
-                    used=used,
-                    value_bytes=dtype.itemsize,
-                    is_trainable=not is_frozen,
-                    is_pinned=not unit,
-                )
+            name = name if len(parts) == 1 else f"{name} {number + 1}/{len(parts)}"
+            pieces.append((is_frozen, max(position[parameter] for parameter in held), name, held))
+    chunks: list[Chunk] = []
+    chunk_of: dict[nn.Parameter, int] = {}
+    units: dict[str, tuple[int, ...]] = {}
+    unit_of = {parameter: key[1] for key, members in groups.items() for parameter in members}
+    # The buffer that backward fills first leaves first; the root's embeddings come last.
+    for is_frozen, _, name, held in sorted(pieces, key=lambda piece: piece[:2]):
+        unit, dtype = unit_of[held[0]], dtypes[held[0]]
+        used = sum(parameter.numel() for parameter in held)
+        chunk_of.update((parameter, len(chunks)) for parameter in held)
+        units[unit] = (*units.get(unit, ()), len(chunks))
+        chunks.append(
+            Chunk(
+                index=len(chunks),
+                name=name,
+                numel=pad_numel(used, ranks=ranks, value_bytes=dtype.itemsize),
+                used=used,
+                value_bytes=dtype.itemsize,
+                is_trainable=not is_frozen,
+                is_pinned=not unit,
             )
+        )
     return Layout(
         chunks=tuple(chunks), chunk_of=chunk_of, dtypes=dtypes, units=units, choice=choice, ranks=ranks
     )

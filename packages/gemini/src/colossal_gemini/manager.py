@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import torch
 
+from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.flat import FlatBuffer
 from colossal_core.runtime.ranges import OwnedRange
 from colossal_core.runtime.unit_manager import AbstractUnitManager
 from colossal_gemini.budgeting import make_tiers, tier_budgets
 from colossal_gemini.contents import Tiers
 from colossal_gemini.course import Course, Phase
-from colossal_gemini.eviction import simulate
+from colossal_gemini.eviction import Plan, simulate
 from colossal_gemini.homes import BlockMemory, ChunkHome, ContentMemory, TieredShard
 from colossal_gemini.lane import FrugalLane
 from colossal_gemini.placement import Placement, place
 from colossal_gemini.recording import Recorder
+from colossal_gemini.report import FitReport
 from colossal_gemini.residency import TieredResidency
 from colossal_gemini.search import cut_unit
 from colossal_gemini.sizes import choose_bytes, estimate_table
@@ -78,6 +80,8 @@ class GeminiManager(AbstractUnitManager):
         self._numbered = 0
         super().attach(models, optimizers, context)
         self._number_chunks()
+        if self.options.trace is not None:
+            self._expect(FitReport.load(self.options.trace).trace)
 
     @property
     def shows_gradients(self) -> bool:
@@ -247,6 +251,26 @@ class GeminiManager(AbstractUnitManager):
             found.update(tensor.untyped_storage()._cdata for tensor in tensors)
         return found
 
+    def _expect(self, trace: Trace) -> None:
+        """Plan steps before there is one.
+
+        Raises:
+            UsageError: The trace is of another model, precision or number of ranks.
+            CapabilityError: It does not fit.
+        """
+        kinds = [[_kind_of(chunk) for chunk in chunks] for chunks in (trace.chunks, self._chunks())]
+        if kinds[0] != kinds[1]:
+            raise UsageError(
+                f"{self.options.trace} is the trace of {len(kinds[0])} chunks with "
+                f"{sum(chunk.used for chunk in trace.chunks)} elements, here are {len(kinds[1])} with "
+                f"{sum(chunk.used for chunk in self._chunks())}, or others in kind",
+                hint="call fit() and save() again, with the model, the precision, the ranks and the options "
+                "of this run",
+            )
+        self._placement = self._place(trace)
+        plan = simulate(trace, self._placement.room, prefetch=self.options.prefetch)
+        self._course.expect(trace, plan)
+
     def _stop_recording(self) -> None:
         """End the moment that runs, before an update takes memory of its own."""
         if self._recorder is not None:
@@ -261,10 +285,20 @@ class GeminiManager(AbstractUnitManager):
         trace = self._agree(seen)
         if trace is None:
             return
-        if self._placement is None:
-            self._placement = self._place(trace)
-        plan = simulate(trace, self._placement.room, prefetch=self.options.prefetch)
-        self._course.learn(trace, plan)
+        self._course.learn(trace, self._plan(trace))
+
+    def _plan(self, trace: Trace) -> Plan:
+        """Plan a step; where the placement that others have leaves no room for it, with another placement.
+
+        Raises:
+            CapabilityError: It does not fit.
+        """
+        if self._placement is not None:
+            with suppress(CapabilityError):
+                return simulate(trace, self._placement.room, prefetch=self.options.prefetch)
+        self._placement = self._place(trace)
+        self._course.drop_plans()
+        return simulate(trace, self._placement.room, prefetch=self.options.prefetch)
 
     def _place(self, trace: Trace) -> Placement:
         """Let everything live, and be updated, where that saves most."""
@@ -391,6 +425,11 @@ class GeminiManager(AbstractUnitManager):
     ) -> Mapping[str, int]:
         """Return bytes per rank by category, in all tiers together, padding included."""
         return estimate_table(self.options, table, precision, optimizer_states)
+
+
+def _kind_of(chunk: Chunk) -> tuple[int, int, int, bool, bool]:
+    """Return what a chunk has to have in common with the one of its index in a trace."""
+    return (chunk.numel, chunk.used, chunk.value_bytes, chunk.is_trainable, chunk.is_pinned)
 
 
 def _home_of(held: OwnedRange) -> ChunkHome:

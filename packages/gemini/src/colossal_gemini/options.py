@@ -50,6 +50,8 @@ class Gemini:
             ``"static"`` keeps everything in the last tier while it is not needed.
         chunk_bytes: Most bytes of the values of one chunk; None to choose it from the model.
         prefetch: Whether to fetch chunks before they are needed, where the budget has room.
+        trace: A file that :meth:`FitReport.save` wrote: what does not fit is then refused by ``boost``, and
+            the first step is planned like all others. None to learn from the first step.
 
     Raises:
         UsageError: An option is something else.
@@ -61,6 +63,7 @@ class Gemini:
     placement: Literal["auto", "static"] = attrs.field(default="auto", validator=_check_placement)
     chunk_bytes: int | None = attrs.field(default=None, converter=parse_bytes)
     prefetch: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
+    trace: str | None = attrs.field(default=None)
 
     def fit(
         self,

@@ -11,6 +11,7 @@ the plan, which all ranks make of one trace, and from the order in which modules
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from colossal_gemini.course import Course, Phase
 
 __all__ = ["TieredResidency"]
+
+PATIENCE_SECONDS = 1.0
+"""How long to wait for memory that somebody else refers to: views that users keep do not go by waiting."""
 
 Need = tuple[str, tuple[int, ...]]
 """Pass of the step, and chunks."""
@@ -65,6 +69,7 @@ class TieredResidency(Residency):
         self._heard = heard
         self._agree = agree_on_extent(collectives, everyone)
         self._budget = tiers.device.budget
+        tiers.device.reclaim = self._reclaim
         self._trains = False
         self._last: Need | None = None
         self._index: dict[Unit, int] = {}
@@ -96,6 +101,13 @@ class TieredResidency(Residency):
         self._last = None
         self._course.end(optimizer)
         self._limit(0)
+
+    def _reclaim(self, num_bytes: int) -> None:
+        """Wait for memory that was let go of and that a message, which has ended, still refers to."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._lingering and self._tiers.device.room() < num_bytes and time.monotonic() < deadline:
+            self._free_lingering()
+            time.sleep(1e-4)
 
     def _limit(self, other: int) -> None:
         """Let chunks have what everything else leaves them."""

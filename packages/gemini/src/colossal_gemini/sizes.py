@@ -14,7 +14,7 @@ from colossal_gemini.search import choose_chunk_bytes, cut_unit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from colossal_core.mesh import GroupSpec, MeshLayout
+    from colossal_core.mesh import MeshLayout
     from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.table import ParameterTable
     from colossal_gemini.options import Gemini
@@ -33,12 +33,14 @@ def choose_bytes(options: Gemini, table: ParameterTable, precision: Precision, l
     """
     if options.chunk_bytes is not None:
         return options.chunk_bytes
-    units: dict[tuple[str, str, GroupSpec], list[int]] = {}
-    for entry, parameter in table.parameters():
-        if entry.parts:
-            key = (entry.model, entry.unit, divided_over(entry, layout))
+    units: dict[object, list[int]] = {}  # as they are laid out: by kind, in the order of backward
+    ranks = 1
+    for entry, parameter in reversed(list(table.parameters())):
+        if entry.parts and (parameter.is_floating_point() or parameter.is_complex()):
+            dtype = precision.dtype_of(entry.name, entry.dtype)
+            key = (entry.trainable, entry.model, entry.unit, dtype, divided_over(entry, layout))
             units.setdefault(key, []).append(parameter.numel())
-    ranks = max((len(layout.members(spec, 0)) for _, _, spec in units), default=1)
+            ranks = max(ranks, len(layout.members(key[-1], 0)))
     return choose_chunk_bytes(units.values(), value_bytes=precision.compute.itemsize, ranks=ranks).chunk_bytes
 
 

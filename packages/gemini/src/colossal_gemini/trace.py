@@ -77,11 +77,13 @@ class Trace:
         key: What the trace holds for: shapes and dtypes of the batch, whether gradients are computed.
         chunks: All chunks, by index.
         moments: In the order in which they come; the update last. Without an update it is an evaluation.
+        extents: How large the batches of its passes are, for those who take later steps to be like it.
     """
 
     key: str
     chunks: tuple[Chunk, ...]
     moments: tuple[Moment, ...]
+    extents: tuple[tuple[int, ...], ...] = ()
 
     def needs_at(self, index: int) -> frozenset[int]:
         """Return the chunks that have to be there in a moment: pinned ones always while a model runs."""
@@ -102,4 +104,5 @@ class Trace:
             for row in found["moments"]
         )
         chunks = tuple(Chunk(**row) for row in found["chunks"])
-        return cls(key=found["key"], chunks=chunks, moments=tuple(moments))
+        extents = tuple(tuple(extent) for extent in found.get("extents", ()))
+        return cls(key=found["key"], chunks=chunks, moments=tuple(moments), extents=extents)

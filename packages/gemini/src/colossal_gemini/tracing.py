@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
+from attrs import evolve
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,6 +40,7 @@ from colossal_core.runtime.blocks import find_blocks
 from colossal_core.runtime.borders import hook_border
 from colossal_core.runtime.precision import CastBorder, Precision, inner_borders
 from colossal_core.runtime.swapping import kept_attributes, replaced_tensors
+from colossal_gemini.extents import extent_of
 from colossal_gemini.layout import Layout, lay_out
 from colossal_gemini.recording import Recorder
 from colossal_gemini.trace import Trace
@@ -224,7 +226,8 @@ def run_step(
                 (loss * (factor * 1.0).to(loss.dtype)).backward()
             del outputs, mean
             watch.settle()
-            return recorder.finish()
+            extents = (extent_of((call.args, dict(call.kwargs))),)
+            return evolve(recorder.finish(), extents=extents)
         finally:
             recorder.cancel()
 

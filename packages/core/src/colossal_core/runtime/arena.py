@@ -34,6 +34,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, final
 
 import torch
@@ -286,6 +287,8 @@ class Arena:
         device: Where the memory is.
         used: Bytes of the blocks that are held.
         peak: Most of them since the beginning or :meth:`reset_peak`.
+        reclaim: Asked for so many bytes when there is no room, before a block is refused; None to refuse at
+            once.
     """
 
     is_mapped: ClassVar[bool] = _LIBC is not None
@@ -312,6 +315,7 @@ class Arena:
         self.device = torch.device("cpu") if device is None else device
         self.used = 0
         self.peak = 0
+        self.reclaim: Callable[[int], None] | None = None
         self._is_pinned = is_pinned
         self._held: dict[Block, None] = {}
 
@@ -360,6 +364,8 @@ class Arena:
 
     def check_room(self, block: Block) -> None:
         """Refuse a block that exceeds the budget."""
+        if block.nbytes > self.room() and self.reclaim is not None:
+            self.reclaim(block.nbytes)
         if block.nbytes > self.room():
             raise self.refusal(block)
 

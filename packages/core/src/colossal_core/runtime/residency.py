@@ -33,7 +33,7 @@ import torch
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.backward_end import at_end_of_backward
-from colossal_core.runtime.units import Home, Saved, Unit
+from colossal_core.runtime.units import Home, Kept, Saved, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -199,12 +199,16 @@ class Residency:
     # --- backward -------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Keep a place in a unit instead of a tensor that lies there."""
+        """Keep a place in a unit instead of a tensor that lies there, and of any other one only its values.
+
+        A tensor that is packed as itself is never freed when it is the output of the operation that saves it
+        and no backward comes.
+        """
         if tensor.layout is not torch.strided or tensor.numel() == 0 or type(tensor) not in _PLAIN:
             return tensor
         home = self._homes.get(tensor.untyped_storage()._cdata)
         if home is None:
-            return tensor
+            return tensor if tensor.is_inference() else Kept(tensor.detach(), tensor._version)
         offset = int(tensor.storage_offset())
         slot = next((slot for slot in home.buffer.slots if slot.start <= offset < slot.stop), None)
         version = 0 if slot is None else slot.parameter._version
@@ -216,6 +220,8 @@ class Residency:
         Raises:
             UsageError: The parameter was updated since, so that the gradient would be wrong.
         """
+        if isinstance(saved, Kept):
+            return saved.take()
         if not isinstance(saved, Saved):
             return saved
         slot = saved.slot

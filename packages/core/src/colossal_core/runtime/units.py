@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from attrs import define, field
 
+from colossal_core.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.flat import FlatBuffer, Slot
     from colossal_core.runtime.ranges import OwnedRange
 
-__all__ = ["Home", "Saved", "Unit"]
+__all__ = ["Home", "Kept", "Saved", "Unit"]
 
 
 @define(eq=False)
@@ -88,3 +90,30 @@ class Saved:
     offset: int
     slot: Slot | None
     version: int
+
+
+@define(eq=False)
+class Kept:
+    """What autograd saved of anything else; torch does not look for writes where tensors are packed.
+
+    Attributes:
+        values: The tensor, without its graph.
+        version: How often it had been written.
+    """
+
+    values: torch.Tensor
+    version: int
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            UsageError: It was written since, so that gradients would be wrong.
+        """
+        if self.values._version != self.version:
+            raise UsageError(
+                f"a tensor of shape {tuple(self.values.shape)} that backward needs was changed in place after "
+                "it was used",
+                hint="compute a new tensor instead, or clone it before",
+            )
+        return self.values
