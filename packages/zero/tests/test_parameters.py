@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +426,50 @@ def test_any_stage_goes_on_from_any_other_on_other_ranks(
 
     for name, value in found[-1][0].items():
         assert_close(value, wanted[name], name)
+
+
+class Writes(nn.Module):
+    """Writes over what its own backward needs."""
+
+    def __init__(self) -> None:
+        """Make a layer."""
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return a product whose factor is zeroed."""
+        found: torch.Tensor = self.layer(inputs).exp()
+        result = found * found.detach()
+        found.zero_()
+        return result
+
+
+def keep_of_graphs() -> tuple[bool, str]:
+    """Return whether a forward without backward is freed, and what backward says to values written over."""
+    storages = []
+
+    def note(_module: nn.Module, _args: Any, outputs: torch.Tensor) -> None:
+        storages.append(weakref.ref(outputs.untyped_storage()))
+
+    booster, model, _ = boost()
+    handle = model.blocks[1].register_forward_hook(note)
+    model(batch_of(0, 0))
+    handle.remove()
+    is_freed = storages[0]() is None
+    booster.release(model)
+    torch.manual_seed(1)
+    other: Any = Writes().double()
+    other, _ = Booster(Zero(stage=3), precision="fp64").boost(other, sgd(other))
+    loss = other(torch.ones(2, 5, dtype=torch.float64)).sum()
+    try:
+        loss.backward()
+    except UsageError as err:
+        return is_freed, err.message
+    return is_freed, ""
+
+
+def test_graphs_without_backward_are_freed_and_values_written_over_are_noticed() -> None:
+    """As in torch, although what autograd saves is packed."""
+    for is_freed, message in run_ranks(keep_of_graphs, 2):
+        assert is_freed
+        assert "shape (2, 3)" in message

@@ -112,8 +112,8 @@ class Kept:
         """
         if self.values._version != self.version:
             raise UsageError(
-                f"a tensor of shape {tuple(self.values.shape)} that backward needs was changed in place after "
-                "it was used",
+                f"a tensor of shape {tuple(self.values.shape)} that backward needs was changed in "
+                "place after it was used",
                 hint="compute a new tensor instead, or clone it before",
             )
         return self.values
