@@ -241,7 +241,15 @@ def summarise(kind: str, ranks: int, pairs: int) -> dict[str, Any]:
         f"target {TARGET}), last losses {found['losses']['theirs']:.6f} and {found['losses']['ours']:.6f}",
         flush=True,
     )
-    return {"model": kind, "rival": rival, "ranks": ranks, "ratio_of_medians": ratio, "median_of_ratios": paired, "target": TARGET, **found}
+    return {
+        "model": kind,
+        "rival": rival,
+        "ranks": ranks,
+        "ratio_of_medians": ratio,
+        "median_of_ratios": paired,
+        "target": TARGET,
+        **found,
+    }
 
 
 def main() -> None:
