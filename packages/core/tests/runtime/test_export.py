@@ -292,7 +292,7 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         export_model(engine, nn.Linear(1, 1), tmp_path / "export")
     with pytest.raises(UsageError, match="'int8'"):
         export_model(engine, model, tmp_path / "export", dtype="int8")
-    other = Average([], 0.5, lambda: None)
+    other = Average(list, 0.5, lambda: None)
     with pytest.raises(UsageError, match="not one of model"):
         export_model(engine, model, tmp_path / "export", average=other)
     with pytest.raises(ColossalError, match="max_bytes"):

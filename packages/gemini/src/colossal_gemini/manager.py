@@ -8,6 +8,7 @@ lives where, what stays on the device, and what comes early.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -116,6 +117,8 @@ class GeminiManager(AbstractUnitManager):
             course=self._course,
             everyone=self._context.mesh.everyone(),
             heard=self._hear,
+            paused=self._pause_recording,
+            failed=self._drop_recording,
         )
         return self._resident
 
@@ -214,16 +217,24 @@ class GeminiManager(AbstractUnitManager):
         if not self._course.is_new:
             return
         if self._recorder is None:
-            blocks = self._storages_of_chunks()
+            blocks, device = self._storages_of_chunks(), self._tiers.device
             self._recorder = Recorder(
                 self._chunks(),
                 key="the first step of its kind",
                 excludes=lambda one: one.untyped_storage()._cdata in blocks,
                 device=self._context.mesh.device,
-                chunk_bytes=lambda: self._tiers.device.used,
+                chunk_bytes=lambda: device.used,
             )
+            # A loop that ends with an error leaves a recorder behind, which slows down whatever comes then.
+            weakref.finalize(self, self._recorder.cancel)
             self._recorder.begin()
+        self._recorder.resume()
         self._recorder.moment(name, phase, chunks)
+
+    def _pause_recording(self) -> None:
+        """Leave what runs between passes alone; tensors of the loss are seen when backward reads them."""
+        if self._recorder is not None:
+            self._recorder.pause()
 
     def _hear_of_gradient(self, buffer: FlatBuffer, is_coming: bool) -> None:  # noqa: FBT001 - told by position
         """Write down which unreduced gradients have memory.
@@ -275,6 +286,12 @@ class GeminiManager(AbstractUnitManager):
         """End the moment that runs, before an update takes memory of its own."""
         if self._recorder is not None:
             self._seen = self._recorder.finish()
+            self._recorder = None
+
+    def _drop_recording(self) -> None:
+        """Forget what was written down of a step that failed."""
+        if self._recorder is not None:
+            self._recorder.cancel()
             self._recorder = None
 
     def _learn(self) -> None:
@@ -404,9 +421,7 @@ class GeminiManager(AbstractUnitManager):
 
     def detach(self) -> None:
         """Give the models back, whole, in memory of torch's."""
-        if self._recorder is not None:
-            self._recorder.cancel()
-            self._recorder = None
+        self._drop_recording()
         homes = [_home_of(held) for held in self._ranges()]
         with self._unlimited():
             super().detach()

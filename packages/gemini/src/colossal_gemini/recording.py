@@ -11,7 +11,7 @@ saved of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol, final
+from typing import Literal, Protocol, final
 
 import torch
 from attrs import define, evolve
@@ -34,7 +34,10 @@ class _Meter(Protocol):
         """Return the most since the last call, and begin again at what is there now."""
 
     def end(self) -> None:
-        """Read no more."""
+        """Read no more, or not for a while."""
+
+    def resume(self) -> None:
+        """Go on to read."""
 
 
 @final
@@ -48,8 +51,7 @@ class _Counter:
     def begin(self, existing: Iterable[torch.Tensor]) -> None:
         """Enter the dispatch mode."""
         self._live.add(existing)
-        enter: Any = self._live.__enter__  # not annotated in torch
-        enter()
+        self._live.resume()
 
     def take_peak(self) -> int:
         """Return the most since the last call."""
@@ -59,8 +61,11 @@ class _Counter:
 
     def end(self) -> None:
         """Leave the dispatch mode."""
-        leave: Any = self._live.__exit__  # not annotated in torch
-        leave(None, None, None)
+        self._live.pause()
+
+    def resume(self) -> None:
+        """Enter the dispatch mode again."""
+        self._live.resume()
 
 
 @final
@@ -95,6 +100,9 @@ class _Allocator:
 
     def end(self) -> None:
         """Nothing has to be undone."""
+
+    def resume(self) -> None:
+        """The statistics have gone on."""
 
     def _reset(self) -> None:
         """Begin again."""
@@ -209,6 +217,16 @@ class Recorder:
         """Count floating point operations towards the moment that runs."""
         if self._open is not None:
             self._open.flop += number
+
+    def pause(self) -> None:
+        """Read nothing until :meth:`resume`: what comes may be anything, and the step may never go on."""
+        if self._is_recording:
+            self._meter.end()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`; without effect otherwise."""
+        if self._is_recording:
+            self._meter.resume()
 
     def cancel(self) -> None:
         """Stop, as after an error; nothing of what was recorded is kept."""

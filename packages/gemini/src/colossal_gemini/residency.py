@@ -23,6 +23,8 @@ from colossal_gemini.extents import agree_on_extent, extent_of
 from colossal_gemini.homes import ChunkHome
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from colossal_core.runtime.collectives import Collectives
     from colossal_core.runtime.mesh import Group
     from colossal_core.runtime.ranges import OwnedRange
@@ -52,6 +54,8 @@ class TieredResidency(Residency):
         course: Course,
         everyone: Group,
         heard: Callable[[str, Phase, tuple[int, ...]], None],
+        paused: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         """Know no units yet.
 
@@ -62,11 +66,15 @@ class TieredResidency(Residency):
             course: What steps do.
             everyone: All ranks.
             heard: Told the name, the pass and the chunks of each need of a training step, before it is met.
+            paused: Told that a forward or a backward is over.
+            failed: Told that a forward ended with an error.
         """
         super().__init__(collectives, groups)
         self._tiers = tiers
         self._course = course
         self._heard = heard
+        self._paused = paused
+        self._failed = failed
         self._agree = agree_on_extent(collectives, everyone)
         self._budget = tiers.device.budget
         tiers.device.reclaim = self._reclaim
@@ -121,6 +129,23 @@ class TieredResidency(Residency):
         self._trains = torch.is_grad_enabled()
         if self._trains:
             self._course.begin_pass(self._agree(extent_of(batch)))
+
+    def _leave(self, module: nn.Module, *, is_unit: bool) -> None:
+        """Tell of the end of the outermost call."""
+        super()._leave(module, is_unit=is_unit)
+        if not self._calls and not is_in_backward():
+            self._paused()
+
+    def _end_backward(self) -> None:
+        """Tell of the end of a backward."""
+        super()._end_backward()
+        if not self._calls:
+            self._paused()
+
+    def _fail(self) -> None:
+        """Do not take this step for one like others."""
+        self._course.is_lost = True
+        self._failed()
 
     def ensure(self, units: Iterable[Unit]) -> None:
         """Have units and their siblings resident, as the plan says."""

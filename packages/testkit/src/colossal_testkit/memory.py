@@ -98,7 +98,8 @@ class LiveBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and look at what went in and what came out."""
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - subclasses have had their turn
+            result = func(*args, **(kwargs or {}))
         self.add(leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
         self._measure()
         return result
@@ -142,7 +143,8 @@ class LiveBytes(TorchDispatchMode):
     def _number_of(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage, counting a new one; None when it holds no memory."""
         try:
-            storage = tensor.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - asking is no use of a tensor
+                storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             # Sparse tensors and some subclasses have none; their parts are tensors of their own.
             return None

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter
 
 from colossal_core.runtime.arena import bytes_of_storage
@@ -50,6 +50,7 @@ class LiveStorages(TorchDispatchMode):
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._num_seen = 0
+        self._is_entered = self._is_paused = False
 
     def __torch_dispatch__(
         self,
@@ -59,7 +60,10 @@ class LiveStorages(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and look at what went in and what came out."""
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - subclasses have had their turn
+            result = func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
         self.add(leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
         return result
 
@@ -69,6 +73,22 @@ class LiveStorages(TorchDispatchMode):
             self._add(tensor)
         self.peak = max(self.peak, self.num_bytes)
 
+    def pause(self) -> None:
+        """Leave the context, whoever entered one since; without effect when it was left."""
+        if _get_current_dispatch_mode() is self:
+            leave: Any = super().__exit__  # not annotated in torch
+            leave(None, None, None)
+            self._is_entered = False
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Enter the context, unless it is entered."""
+        self._is_paused = False
+        if not self._is_entered:
+            self._is_entered = True
+            enter: Any = super().__enter__  # not annotated in torch
+            enter()
+
     def reset_peak(self) -> None:
         """Let the peak begin again at what is alive now."""
         self.peak = self.num_bytes
@@ -76,7 +96,8 @@ class LiveStorages(TorchDispatchMode):
     def _add(self, tensor: torch.Tensor) -> None:
         """Count the storage of one tensor, unless it holds no memory or somebody else's."""
         try:
-            storage = tensor.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - asking is no use of a tensor
+                storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # sparse tensors and some subclasses have none; their parts are tensors of their own
         number = self._numbers.get(storage)

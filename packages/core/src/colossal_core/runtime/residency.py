@@ -119,8 +119,10 @@ class Residency:
                 self._begin_pass((args, kwargs))
             self._enter(called)
 
-        def leave(called: nn.Module, _args: Any, _outputs: Any) -> None:
+        def leave(called: nn.Module, _args: Any, outputs: Any) -> None:
             self._leave(called, is_unit=is_unit)
+            if outputs is None and not self._calls:  # torch calls hooks so after an error, too
+                self._fail()
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -136,6 +138,9 @@ class Residency:
 
     def _begin_pass(self, batch: Any) -> None:
         """Hear of the outermost call of a module, with its arguments."""
+
+    def _fail(self) -> None:
+        """Hear that the outermost call of a module ended with an error."""
 
     def _enter(self, module: nn.Module) -> None:
         """Gather what a module reads, and pack what autograd saves from the outermost call on."""
