@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from colossal_core import Recompute
+from colossal_gemini import Gemini
 from colossal_tensor_parallel import TensorParallel
 from colossal_testkit.models import build_workload
 from colossal_testkit.parity import Recipe, check_parity
@@ -32,3 +33,12 @@ def test_cut_layers_that_are_divided_and_recomputed_are_exact(*, sequence: bool)
     check_parity(
         recipe, nproc=4, pieces=[TensorParallel(degree=2, sequence=sequence), Zero(stage=3), Recompute()]
     )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_cut_layers_whose_chunks_come_and_go_are_exact(*, sequence: bool) -> None:
+    """Chunks of cut layers are divided among data ranks, live in tiers, and are read again in backward."""
+    recipe = Recipe(builder=build_workload, arguments={"name": "gpt-tied"}, max_grad_norm=0.5)
+    pieces = [TensorParallel(degree=2, sequence=sequence), Gemini(device_budget="64MiB"), Recompute()]
+
+    check_parity(recipe, nproc=4, pieces=pieces)

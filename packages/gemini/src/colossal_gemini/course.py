@@ -93,6 +93,11 @@ class Course:
         return self._like is not None and not self.is_lost
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether no step like this one was known when it began; the same on all ranks."""
+        return self._like is None and bool(self.extents)
+
+    @property
     def is_new(self) -> bool:
         """Whether there was no step like this one."""
         return self._like is None and not self.is_lost

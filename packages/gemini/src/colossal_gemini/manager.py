@@ -297,9 +297,9 @@ class GeminiManager(AbstractUnitManager):
     def _learn(self) -> None:
         """Make a plan of what was written down, if all ranks did the same."""
         seen, self._seen = self._seen, None
-        if not (self._course.is_new and self._course.extents):  # the same on all ranks
+        if not self._course.is_unknown:
             return
-        trace = self._agree(seen)
+        trace = self._agree(None if self._course.is_lost else seen)
         if trace is None:
             return
         self._course.learn(trace, self._plan(trace))

@@ -121,7 +121,8 @@ class Residency:
 
         def leave(called: nn.Module, _args: Any, outputs: Any) -> None:
             self._leave(called, is_unit=is_unit)
-            if outputs is None and not self._calls:  # torch calls hooks so after an error, too
+            # torch calls hooks so after an error, too; recomputation stops by one when it has what it needs.
+            if outputs is None and not self._calls and not is_in_backward():
                 self._fail()
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
