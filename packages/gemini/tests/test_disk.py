@@ -324,7 +324,16 @@ def test_closing_ends_what_runs_and_drops_what_waits(disk: Disk, monkeypatch: py
 
 def run_alone(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own."""
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(source), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore:Failed to initialize NumPy",
+        "-c",
+        textwrap.dedent(source),
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

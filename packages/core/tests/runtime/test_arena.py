@@ -217,7 +217,15 @@ def test_address_space_goes_when_the_last_view_does(size: int) -> None:
 def run_alone(source: str) -> str:
     """Run a program in a process of its own and return what it prints; it has to end well."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-W",
+            "ignore:Failed to initialize NumPy",
+            "-c",
+            textwrap.dedent(source),
+        ],
         capture_output=True,
         text=True,
         check=False,
