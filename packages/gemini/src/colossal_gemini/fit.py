@@ -11,6 +11,7 @@ import torch
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.precision import DTYPES, Precision
+from colossal_gemini.budgeting import NO_LIMIT
 from colossal_gemini.costs import Budgets, Rates
 from colossal_gemini.report import FitReport, judge
 from colossal_gemini.tracing import trace_step
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from colossal_gemini.options import Gemini
 
 __all__ = ["budgets_of", "fit"]
-
-NO_LIMIT = 1 << 62
-"""Bytes of a device whose budget nobody said, where nothing enforces one."""
 
 
 def fit(
