@@ -8,10 +8,8 @@ import itertools
 import mmap
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from hypothesis import strategies as st
 from colossal_core.errors import DiskTierError, MemoryBudgetError
 from colossal_core.runtime.arena import Arena
 from colossal_gemini.disk import Disk, Extent
+from colossal_testkit.programs import run_program
 
 PAGE = 4096
 MIB = 1 << 20
@@ -322,25 +321,10 @@ def test_closing_ends_what_runs_and_drops_what_waits(disk: Disk, monkeypatch: py
     transfers[3].finish()
 
 
-def run_alone(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-W",
-        "ignore:Failed to initialize NumPy",
-        "-c",
-        textwrap.dedent(source),
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @needs_linux
 def test_limits_are_errors_and_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     """A limit on file sizes is named; killing the process right after a write leaves the folder empty."""
-    done = run_alone(
+    done = run_program(
         """
         import os, resource, signal, sys, torch
         from colossal_core.errors import DiskTierError

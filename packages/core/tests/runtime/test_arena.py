@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
-import subprocess
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 from colossal_core.errors import MemoryBudgetError
 from colossal_core.runtime import arena as arenas
 from colossal_core.runtime.arena import Arena, Block
+from colossal_testkit.programs import run_program
 
 PAGE = resource.getpagesize()
 MIB = 1 << 20
@@ -214,30 +213,10 @@ def test_address_space_goes_when_the_last_view_does(size: int) -> None:
     assert not is_mapped(address)
 
 
-def run_alone(source: str) -> str:
-    """Run a program in a process of its own and return what it prints; it has to end well."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-W",
-            "ignore:Failed to initialize NumPy",
-            "-c",
-            textwrap.dedent(source),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_linux
 def test_only_held_blocks_count_towards_the_data_limit_and_the_interpreter_ends_cleanly() -> None:
     """Reserving ten times the limit works, one part at a time is held, and two parts are refused by name."""
-    printed = run_alone(
+    ended = run_program(
         """
         import resource, torch
         from colossal_core.errors import MemoryBudgetError
@@ -262,12 +241,13 @@ def test_only_held_blocks_count_towards_the_data_limit_and_the_interpreter_ends_
         """
     )
 
+    assert ended.returncode == 0, ended.stderr
     asked = 60 << 20
-    assert printed.splitlines()[0] == (
+    assert ended.stdout.splitlines()[0] == (
         f"host memory: 'h.1' asks for {asked} bytes, {asked} are used without budget; the largest of 1 that "
         f"hold some: 'h.0' with {asked}; the system refuses: Cannot allocate memory"
     )
-    assert "RLIMIT_DATA" in printed
+    assert "RLIMIT_DATA" in ended.stdout
 
 
 @needs_linux

@@ -8,6 +8,7 @@ here (PEP 562) so that a test run without many-rank tests never imports torch.
 - `colossal_testkit.models`: reference models with awkward sizes.
 - `colossal_testkit.traffic`, `colossal_testkit.memory`: words received and bytes held, exactly.
 - `colossal_testkit.checkpoints`: hand-made checkpoints in any layout, without torch.
+- `colossal_testkit.programs`: run a program in an interpreter of its own.
 - `colossal_testkit.registry`: a registry with nothing in it but what a test puts there.
 - `colossal_testkit.contracts`: what every strategy and memory manager must pass.
 """
