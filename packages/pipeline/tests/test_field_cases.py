@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from colossal_core.errors import UsageError
 from colossal_pipeline import Pipeline
 from colossal_pipeline.absent import Absent
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
@@ -59,6 +60,80 @@ def test_micro_batches_of_different_sizes_weigh_by_what_counts(piece: Pipeline) 
         assert losses == pytest.approx(expected.losses, abs=1e-6)
         for name, value in weights.items():
             assert torch.allclose(value, expected.weights[name], rtol=0, atol=1e-10), name
+
+
+# --- samples in other dims ----------------------------------------------------------------------------------
+
+
+class TimeMajor(nn.Module):
+    """Maps ``[length, samples, width]`` to the same, with an offset for each position."""
+
+    def __init__(self) -> None:
+        """Make three layers."""
+        super().__init__()
+        self.offsets = nn.Embedding(6, 5)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden values."""
+        hidden: torch.Tensor = x + self.offsets(positions)[:, None]
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def build_time_major() -> Run:
+    """Return a model and batches of five samples at five positions."""
+    torch.manual_seed(4)
+    model = TimeMajor().double()
+    batches = [
+        ((torch.randn(5, 5, 5, dtype=torch.float64), torch.arange(5)), torch.randn(5, 5, 5).double())
+        for _ in range(2)
+    ]
+    return Run(model=model, criterion=nn.MSELoss(), batches=batches)
+
+
+DIMS = {"x": 1, "positions": None, "target": 1}
+
+
+def train_time_major() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train and evaluate with samples in dim 1, after a batch whose dims are not clear was refused."""
+    run = build_time_major()
+    booster, optimizer = trials.boost(run, [Pipeline(degree=2, microbatches=3)])
+    losses = []
+    with pytest.raises(UsageError, match=r"inputs\[1\] has 5 elements.*5 samples or the 5 positions"):
+        booster.forward_backward(run.model, run.batches[0], run.criterion)
+    other = ((run.batches[0][0][0][:, :4], torch.arange(5)), run.batches[0][1])
+    with pytest.raises(UsageError, match=r"dims of different sizes: .*'target': 5"):
+        booster.forward_backward(run.model, other, run.criterion, batch_dims=DIMS)
+    for batch in run.batches:
+        losses.append(float(booster.evaluate(run.model, batch, run.criterion, batch_dims=DIMS)))
+        found = booster.forward_backward(
+            run.model, batch, run.criterion, weight=lambda part: part[0][0].shape[1], batch_dims=DIMS
+        )
+        losses.append(float(found))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights_of(booster, run.model)
+
+
+def test_samples_in_another_dim_are_cut_there_and_what_has_none_stays_whole() -> None:
+    """As many positions as samples: who says which is which gets the numbers of one process."""
+    run = build_time_major()
+    losses = []
+    optimizer = run.optimizer()
+    for (x, positions), target in run.batches:
+        loss = nn.functional.mse_loss(run.model(x, positions), target)
+        losses += [float(loss.detach())] * 2
+        loss.backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), trials.BOUND)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for found, weights in run_ranks(train_time_major, 2):
+        assert found == pytest.approx(losses, abs=1e-6)
+        for name, value in run.model.state_dict().items():
+            assert torch.allclose(weights[name], value, rtol=0, atol=1e-10), name
 
 
 # --- weights on several stages ------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from colossal_core import Booster, CapabilityError, Replicated, UsageError
-from colossal_testkit import run_ranks, run_ranks_expecting_errors
+from colossal_testkit import run_ranks
 
 from .twins import batch_of, make_twins
 
@@ -309,20 +309,50 @@ def test_elsewhere_torchs_scaler_and_clipping_are_refused_with_the_line_that_rep
     run_ranks(use_elsewhere, 2, timeout_seconds=15)
 
 
-# --- what comes later ---------------------------------------------------------------------------------------
+# --- dims of samples ----------------------------------------------------------------------------------------
 
 
-def cut_along_another_dim() -> None:
-    """Say along which dim an input is to be cut."""
-    model = nn.Linear(4, 3)
-    booster = Booster()
+class TimeMajor(nn.Module):
+    """Maps ``[length, samples, 4]`` to ``[samples, 3]``, with one weight for each position."""
+
+    def __init__(self) -> None:
+        """Make one layer."""
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum over positions."""
+        hidden: torch.Tensor = self.inner(x) * positions[:, None, None]
+        return hidden.sum(0)
+
+
+def weigh_named_dims() -> None:
+    """Ranks bring one and two samples, which stand in dim 1 of the only tensor that has them."""
+    rank = dist.get_rank()
+    model = TimeMajor().double()
+    booster = Booster(precision="fp64")
     model, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = (torch.ones(2, 4), torch.ones(2, 3))
-    booster.forward_backward(model, batch, nn.functional.mse_loss, batch_dims={"mask": None})
+    x = torch.randn(5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(1.0, 6.0, dtype=torch.float64)
+    share = x[:, :1] if rank == 0 else x[:, 1:]
+    batch, dims = ((share, positions), None), {"x": 1, "positions": None}
+
+    def mean_of_squares(outputs: torch.Tensor, _: object) -> torch.Tensor:
+        return outputs.square().sum(1).mean()
+
+    expected = mean_of_squares(model(x, positions), None).item()
+    evaluated = booster.evaluate(model, batch, mean_of_squares, batch_dims=dims)
+    trained = booster.forward_backward(model, batch, mean_of_squares, batch_dims=dims)
+    assert float(evaluated) == pytest.approx(expected, rel=1e-6)
+    assert float(trained) == pytest.approx(expected, rel=1e-6)
+    for wrong, text in (
+        ({"y": 1}, "names 'y', and the batch has 'x', 'positions', 'target'"),
+        ({"x": 3}, r"dim 3 for inputs\[0\], which has the shape"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            booster.forward_backward(model, batch, mean_of_squares, batch_dims=wrong)
 
 
-def test_batch_dims_is_refused_on_all_ranks_until_a_piece_reads_it() -> None:
-    """With what it would say, and what to do meanwhile."""
-    errors = run_ranks_expecting_errors(cut_along_another_dim, 2, error=CapabilityError)
-
-    assert "batch_dims={'mask': None}" in str(errors[0])
+def test_batch_dims_says_where_samples_are_by_name() -> None:
+    """They count in the mean, in both calls; what is not there is refused on every rank."""
+    run_ranks(weigh_named_dims, 2, timeout_seconds=15)

@@ -102,11 +102,17 @@ class MicroBatchExecutor(AbstractExecutor):
         self._group = context.mesh.group(GroupSpec(("data",)))
 
     def run(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Any = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        weight: Any = None,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> torch.Tensor:
         """Return the mean over all micro-batches of all ranks; gradients are those of it."""
         assert criterion is not None
         assert weight is None
+        assert batch_dims is None
         inputs, target = batch
         pieces = list(zip(inputs.chunk(self._count), target.chunk(self._count), strict=True))
         with self._manager.hold():
@@ -123,6 +129,7 @@ class MicroBatchExecutor(AbstractExecutor):
         criterion: Callable[..., torch.Tensor] | None,
         *,
         wants_outputs: bool = True,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Not needed here."""
         raise NotImplementedError

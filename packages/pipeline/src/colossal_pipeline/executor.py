@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
-    from colossal_core.runtime.batches import Weight
+    from colossal_core.runtime.batches import BatchDims, Weight
     from colossal_core.runtime.context import Context
     from colossal_pipeline.cut_model import CutModel
     from colossal_pipeline.options import Pipeline
@@ -73,7 +73,14 @@ class PipelineExecutor(AbstractExecutor):
         )
         self._name = options.schedule
 
-    def run(self, model: nn.Module, batch: Any, criterion: Criterion, weight: Weight = None) -> torch.Tensor:
+    def run(
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Criterion,
+        weight: Weight = None,
+        batch_dims: BatchDims = None,
+    ) -> torch.Tensor:
         """Run forward and backward; see :class:`~colossal_core.interfaces.AbstractExecutor`.
 
         Raises:
@@ -82,7 +89,7 @@ class PipelineExecutor(AbstractExecutor):
         """
         cut = self._models[model]
         step = Step(self._gear, cut, criterion, trains=True, wants_outputs=False)
-        share, total = step.prepare(batch, weight)
+        share, total = step.prepare(batch, weight, batch_dims)
         self._gear.context.weights.rule = share.rule
         ratio = self._gear.context.weights.ratio(total)
         factor = self._degree * self._gear.context.arrivals.scale * (1.0 if ratio is None else float(ratio))
@@ -114,7 +121,13 @@ class PipelineExecutor(AbstractExecutor):
         Recording(schedule=self._name, placement=gear.placement, ranks=ranks).write(path)
 
     def evaluate(
-        self, model: nn.Module, batch: Any, criterion: Criterion, *, wants_outputs: bool = True
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Criterion,
+        *,
+        wants_outputs: bool = True,
+        batch_dims: BatchDims = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`.
 
@@ -126,7 +139,7 @@ class PipelineExecutor(AbstractExecutor):
         try:
             with torch.no_grad():
                 step = Step(self._gear, cut, criterion, trains=False, wants_outputs=wants_outputs)
-                share, total = step.prepare(batch, None)
+                share, total = step.prepare(batch, None, batch_dims)
                 loss = step.play(share, float(total), 1.0)
                 outputs = step.tell_outputs() if wants_outputs else None
         finally:

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +83,7 @@ def cut_share(
     calls = [call] if number == 1 else [_cut_call(call, part, rows) for part in slices]
     total, rule = loss_weight(batch, call, criterion, weight, model)
     if callable(weight):  # the user knows what counts in any part of a batch
-        counted: list[float | None] = [float(weight(_cut(batch, part, rows))) for part in slices]
+        counted: list[float | None] = [float(weight(_cut_batch(batch, call, part, rows))) for part in slices]
     else:
         counted = [loss_weight(piece.target, piece, criterion, None, model)[0] for piece in calls]
     given = criterion is None and call.kwargs.get("num_items_in_batch") is not None
@@ -97,25 +97,39 @@ def cut_share(
 
 
 def _count_rows(call: Call) -> int:
-    """Return dim 0 of the first tensor among inputs, and refuse what may or may not have rows."""
-    tensors: list[tuple[str, torch.Tensor]] = []
+    """Return how many samples there are, and refuse what may or may not be cut.
 
-    def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            tensors.append((path, leaf))
-        return leaf
-
-    map_leaves(visit, call.args, path="inputs")
-    map_leaves(visit, call.kwargs, path="inputs")
-    map_leaves(visit, call.target, path="target")
-    if not tensors:
+    They are counted where the user named their dim, else in dim 0 of the first tensor with more than one dim.
+    """
+    named, others = [], []
+    for path, leaf in call.tensors():
+        dim, is_named = call.dim_of(path)
+        if is_named and dim is not None:
+            named.append((path, leaf, dim))
+        elif not is_named and leaf.dim() > 0:
+            others.append((path, leaf, 0))
+    if not named and not others:
         raise UsageError(
             "the batch holds no tensor with a batch dim, so it cannot be cut into micro-batches",
-            hint="give inputs whose dim 0 is the sample",
+            hint="give inputs whose dim 0 is the sample, or name another dim in batch_dims",
         )
-    first = max(tensors, key=lambda found: found[1].dim() > 1)[1]
-    rows = int(first.shape[0])
-    # Of two dims, numbers of tokens have positions; features have none.
+    found = named or [max(others, key=lambda entry: entry[1].dim() > 1)]
+    sizes = {path: int(leaf.shape[dim]) for path, leaf, dim in found}
+    if len(set(sizes.values())) > 1:
+        raise UsageError(
+            f"batch_dims names dims of different sizes: {sizes}",
+            hint="name the dims of samples, and None for what every sample needs as a whole",
+        )
+    rows = next(iter(sizes.values()))
+    _check_clear([(path, leaf) for path, leaf, _ in others], rows)
+    return rows
+
+
+def _check_clear(tensors: list[tuple[str, torch.Tensor]], rows: int) -> None:
+    """Refuse indices that may count samples or positions, where there are as many of both.
+
+    Of two dims, numbers of tokens have positions; features have none.
+    """
     square = any(
         tuple(leaf.shape[:2]) == (rows, rows) and not (leaf.dim() == 2 and leaf.is_floating_point())
         for _, leaf in tensors
@@ -127,25 +141,42 @@ def _count_rows(call: Call) -> int:
             raise UsageError(
                 f"{path} has {rows} elements, and it is not clear whether these are the {rows} samples or "
                 f"the {rows} positions of a sample",
-                hint="use a batch size that differs from the length, or give it the shape [1, length]",
+                hint="say which: batch_dims={name: 0} for samples, {name: None} for positions",
             )
-    return rows
 
 
 def _cut_call(call: Call, rows: slice, num_rows: int) -> Call:
     """Return some rows of a call."""
-    args, kwargs, target = _cut((call.args, call.kwargs, call.target), rows, num_rows)
-    return Call(tuple(args), dict(kwargs), target)
+    args, kwargs = (_cut(tree, call, rows, num_rows, path="inputs") for tree in (call.args, call.kwargs))
+    target = _cut(call.target, call, rows, num_rows, path="target")
+    return Call(tuple(args), dict(kwargs), target, call.dims)
 
 
-def _cut(tree: Any, rows: slice, num_rows: int) -> Any:
-    """Return some rows of a batch; what has no rows is in every micro-batch."""
+def _cut_batch(batch: Any, call: Call, rows: slice, num_rows: int) -> Any:
+    """Return some rows of a batch as the user gave it."""
+    if isinstance(batch, Mapping):
+        return _cut(batch, call, rows, num_rows, path="target")
+    inputs, target = batch
+    path = "inputs" if isinstance(inputs, Mapping | tuple | list) else "inputs[0]"
+    pair = (
+        _cut(inputs, call, rows, num_rows, path=path),
+        _cut(target, call, rows, num_rows, path="target"),
+    )
+    return list(pair) if isinstance(batch, list) else pair
 
-    def cut(_: str, leaf: Any) -> Any:
+
+def _cut(tree: Any, call: Call, rows: slice, num_rows: int, *, path: str) -> Any:
+    """Return some rows of what stands at a path; what has no rows is in every micro-batch."""
+
+    def cut(where: str, leaf: Any) -> Any:
+        dim, is_named = call.dim_of(where)
+        if dim is None:
+            return leaf
         if isinstance(leaf, torch.Tensor):
-            return leaf[rows] if leaf.dim() > 0 and leaf.shape[0] == num_rows else leaf
+            has_rows = is_named or (leaf.dim() > 0 and leaf.shape[0] == num_rows)
+            return leaf[(slice(None),) * dim + (rows,)] if has_rows else leaf
         if is_list_of_values(leaf):
             return leaf[rows] if len(leaf) == num_rows else leaf
         return leaf
 
-    return map_leaves(cut, tree, is_leaf=is_list_of_values)
+    return map_leaves(cut, tree, is_leaf=is_list_of_values, path=path)

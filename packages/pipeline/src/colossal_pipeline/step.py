@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from colossal_core.interfaces import AbstractMemoryManager, AbstractSchedule
     from colossal_core.runtime.agreement import Agreement
-    from colossal_core.runtime.batches import Weight
+    from colossal_core.runtime.batches import BatchDims, Weight
     from colossal_core.runtime.context import Context
     from colossal_core.runtime.mesh import Group
     from colossal_pipeline.cut_model import CutModel
@@ -151,7 +151,7 @@ class Step:
         self._begun = 0.0
         self.spans: list[tuple[float, float]] = []
 
-    def prepare(self, batch: Any, weight: Weight) -> tuple[Share, torch.Tensor]:
+    def prepare(self, batch: Any, weight: Weight, batch_dims: BatchDims = None) -> tuple[Share, torch.Tensor]:
         """Cut the batch, find out what will flow, and sum the weights of all ranks.
 
         Raises:
@@ -161,7 +161,7 @@ class Step:
         share: Share | None = None
         error: Exception | None = None
         try:
-            share = self._read(batch, weight)
+            share = self._read(batch, weight, batch_dims)
         except Exception as err:  # noqa: BLE001 - it is raised below, once the others know of it
             error = err
             self._note(err)
@@ -286,10 +286,10 @@ class Step:
         """Into how many shares the global batch is cut."""
         return self._gear.everyone.size // self._gear.line.size
 
-    def _read(self, batch: Any, weight: Weight) -> Share:
+    def _read(self, batch: Any, weight: Weight, batch_dims: BatchDims) -> Share:
         """Cut the batch, and find out what will flow for each micro-batch."""
         number = 1 if self._wants_outputs else self._gear.shape.num_microbatches
-        call = split_batch(batch, self._context.mesh.device)
+        call = split_batch(batch, self._context.mesh.device, batch_dims, self._cut.model)
         share = cut_share(call, batch, self._criterion, weight, self._cut.model, number=number)
         if self._communicates and len(share.microbatches) < number:
             raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def run(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Any = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        weight: Any = None,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> torch.Tensor:
         """Run forward and backward on this rank's share of the batch.
 
@@ -31,6 +36,8 @@ class AbstractExecutor(ABC):
             criterion: Loss function, or None when the output carries its ``loss``.
             weight: Weight of this rank's share in the mean: a number, a callable of the batch, or None to
                 derive it.
+            batch_dims: By name, the dim of samples of what does not have them in dim 0, None for what every
+                sample needs as a whole.
 
         Returns:
             The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.
@@ -44,6 +51,7 @@ class AbstractExecutor(ABC):
         criterion: Callable[..., torch.Tensor] | None,
         *,
         wants_outputs: bool = True,
+        batch_dims: Mapping[str, int | None] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode without gradients; the modes of all modules are restored.
 
@@ -52,6 +60,7 @@ class AbstractExecutor(ABC):
             batch: As for :meth:`run`.
             criterion: As for :meth:`run`.
             wants_outputs: Whether the outputs are asked for; where they have to travel, only then.
+            batch_dims: As for :meth:`run`.
 
         Returns:
             The mean loss over the global batch (0-d, fp32, the same on every rank), and the outputs of the

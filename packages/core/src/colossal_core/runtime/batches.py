@@ -7,6 +7,10 @@ what the user says.
 # Note [Losses inside models] Models of the transformers library compute their loss from ``labels``, as the
 mean over those that are not -100, and take ``num_items_in_batch`` for the divisor. Causal ones predict the
 next token, so the first label of a row is never a target; the name of their ``loss_function`` tells.
+
+# Note [Dims of samples] Samples are rows: dim 0 of what has as many as there are samples. What is laid out in
+another way is named by the user: a keyword, a parameter of the model's forward, a key of a batch that is one
+mapping, or ``target``. From then on it is known by its path in the call.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import frozen
+from attrs import field, frozen
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from colossal_core.errors import CapabilityError, UsageError
+from colossal_core.errors import UsageError
+from colossal_core.runtime.trees import map_leaves
 
 __all__ = [
     "Call",
@@ -31,12 +36,12 @@ __all__ = [
     "loss_of",
     "loss_weight",
     "read_number",
-    "refuse_batch_dims",
     "split_batch",
 ]
 
 Criterion = Callable[..., torch.Tensor]
 Weight = float | Callable[[Any], float] | None
+BatchDims = Mapping[str, int | None] | None
 _IGNORING = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORING_FUNCTIONS = (F.cross_entropy, F.nll_loss)
 
@@ -49,24 +54,57 @@ class Call:
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
         target: Second argument of the criterion: the target, or the whole mapping.
+        dims: By path, ``inputs[0]``, ``inputs['x']``, ``target`` or ``target['x']``: the dim of samples in
+            what is there, None where each sample needs all of it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
+    dims: Mapping[str, int | None] = field(factory=dict)
+
+    def dim_of(self, path: str) -> tuple[int | None, bool]:
+        """Return the dim of samples at a path, and whether the user named it; dim 0 if not."""
+        for known, dim in self.dims.items():
+            if path == known or path.startswith(f"{known}["):
+                return dim, True
+        return 0, False
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors with their paths: inputs in the order of the call, then the target."""
+        found: list[tuple[str, torch.Tensor]] = []
+
+        def visit(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                found.append((path, leaf))
+            return leaf
+
+        for tree, path in ((self.args, "inputs"), (self.kwargs, "inputs"), (self.target, "target")):
+            map_leaves(visit, tree, path=path)
+        return found
 
 
-def split_batch(batch: Any, device: torch.device) -> Call:
+def split_batch(
+    batch: Any, device: torch.device, batch_dims: BatchDims = None, model: nn.Module | None = None
+) -> Call:
     """Read a batch, moved to the device.
 
     Args:
         batch: ``(inputs, target)`` with inputs a tensor, a tuple or a mapping; or one mapping, whose items
             become keyword arguments of the model.
         device: Where the model is.
+        batch_dims: The dim of samples of what does not have them in dim 0; see Note [Dims of samples].
+        model: Knows the names of positional inputs; needed only with ``batch_dims``.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: It is neither, or ``batch_dims`` names what is not there.
     """
+    call = _split(batch, device)
+    return call if batch_dims is None else _with_dims(call, batch_dims, model)
+
+
+def _split(batch: Any, device: torch.device) -> Call:
+    """Read a batch without dims."""
     batch = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     if isinstance(batch, Mapping):
         return Call((), dict(batch), batch)
@@ -223,22 +261,44 @@ def _is_torch_loss(criterion: Criterion | None) -> bool:
 
 
 def _batch_size(call: Call) -> int:
-    """Return dim 0 of the target, else of the first tensor among the inputs."""
-    leaves = [*pytree.tree_leaves(call.target), *pytree.tree_leaves((call.args, call.kwargs))]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
+    """Return how many samples the target has, else the first tensor among the inputs."""
+    tensors = call.tensors()
+    for path, leaf in sorted(tensors, key=lambda found: not found[0].startswith("target")):
+        dim, _ = call.dim_of(path)
+        if dim is not None and leaf.dim() > 0:
+            return int(leaf.shape[dim])
     raise UsageError("the batch holds no tensor with a batch dim", hint="pass weight= to forward_backward")
 
 
-def refuse_batch_dims(batch_dims: Mapping[str, int | None] | None) -> None:
-    """Refuse what says how a batch is to be cut, where nothing reads it.
+def _with_dims(call: Call, batch_dims: Mapping[str, int | None], model: nn.Module | None) -> Call:
+    """Return a call that knows where its samples are; see Note [Dims of samples].
 
     Raises:
-        CapabilityError: It is given.
+        UsageError: A name is not in the batch, or a tensor under it has no such dim.
     """
-    if batch_dims is not None:
-        raise CapabilityError(
-            f"batch_dims={dict(batch_dims)!r}: no piece cuts inputs along another dim than their first yet",
-            hint="give inputs whose dim 0 is the sample, and drop batch_dims",
+    names = {} if model is None else inspect.signature(model.forward).parameters
+    paths = {name: [f"inputs[{index}]"] for index, name in zip(range(len(call.args)), names, strict=False)}
+    paths |= {name: [f"inputs[{name!r}]"] for name in call.kwargs}
+    paths.setdefault("target", ["target"])
+    if isinstance(call.target, Mapping):  # may be the inputs once more
+        for name in call.target:
+            paths.setdefault(name, []).append(f"target[{name!r}]")
+    if unknown := [name for name in batch_dims if name not in paths]:
+        raise UsageError(
+            f"batch_dims names {unknown[0]!r}, and the batch has {', '.join(map(repr, paths))}",
+            hint="name a keyword, a parameter of the model's forward, or 'target'",
         )
+    found = Call(
+        call.args,
+        call.kwargs,
+        call.target,
+        {path: dim for name, dim in batch_dims.items() for path in paths[name]},
+    )
+    for path, leaf in found.tensors():
+        dim, is_named = found.dim_of(path)
+        if is_named and dim is not None and not 0 <= dim < leaf.dim():
+            raise UsageError(
+                f"batch_dims gives dim {dim} for {path}, which has the shape {tuple(leaf.shape)}",
+                hint="count dims from 0, and give None for what every sample needs as a whole",
+            )
+    return found

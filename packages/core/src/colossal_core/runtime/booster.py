@@ -28,7 +28,7 @@ from colossal_core.mesh import GroupSpec
 from colossal_core.plugins import PluginSettings, Registry
 from colossal_core.runtime.accumulation import WEIGHING
 from colossal_core.runtime.agreement import Agreement
-from colossal_core.runtime.batches import Weight, check_scalar, read_number, refuse_batch_dims
+from colossal_core.runtime.batches import BatchDims, Weight, check_scalar, read_number
 from colossal_core.runtime.boosting import build_engine
 from colossal_core.runtime.companions import boost_companions
 from colossal_core.runtime.gathering import gather
@@ -176,7 +176,7 @@ class Booster(StateCalls):
         criterion: Callable[..., torch.Tensor] | None = None,
         *,
         weight: Weight = None,
-        batch_dims: Mapping[str, int | None] | None = None,
+        batch_dims: BatchDims = None,
     ) -> torch.Tensor:
         """Run forward and backward on this rank's share of a batch.
 
@@ -191,7 +191,10 @@ class Booster(StateCalls):
                 second argument.
             criterion: ``criterion(outputs, target) -> loss``; None when the outputs carry a ``loss``.
             weight: Weight of this share: a number, or a function of the batch.
-            batch_dims: Which dim of an input holds the samples; no piece reads it yet, so it is refused.
+            batch_dims: The dim of samples of inputs and targets that do not have them in dim 0, by keyword,
+                name of a parameter of the model's forward, or ``"target"``; None for what every sample needs
+                as a whole, such as positions or ``cu_seqlens``. Read where micro-batches are cut and
+                samples are counted.
 
         Returns:
             The mean loss over the global batch: 0-d, fp32, detached, the same on every rank.
@@ -202,11 +205,10 @@ class Booster(StateCalls):
         """
         engine = self._built("forward_backward")
         self._check_model(model)
-        refuse_batch_dims(batch_dims)
         with engine.reporting():
             if engine.shares.current is None:
                 engine.begin_iteration()
-            return engine.executor.run(model, batch, criterion, weight)
+            return engine.executor.run(model, batch, criterion, weight, batch_dims)
 
     def backward(
         self,
@@ -246,6 +248,7 @@ class Booster(StateCalls):
         criterion: Callable[..., torch.Tensor] | None = None,
         *,
         return_outputs: Literal[False] = False,
+        batch_dims: BatchDims = None,
     ) -> torch.Tensor: ...
 
     @overload
@@ -256,6 +259,7 @@ class Booster(StateCalls):
         criterion: Callable[..., torch.Tensor] | None = None,
         *,
         return_outputs: Literal[True],
+        batch_dims: BatchDims = None,
     ) -> tuple[torch.Tensor, Any]: ...
 
     def evaluate(
@@ -265,6 +269,7 @@ class Booster(StateCalls):
         criterion: Callable[..., torch.Tensor] | None = None,
         *,
         return_outputs: bool = False,
+        batch_dims: BatchDims = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Evaluate on this rank's share of a batch: evaluation mode, no gradients, modes restored afterwards.
 
@@ -273,6 +278,7 @@ class Booster(StateCalls):
             batch: As for :meth:`forward_backward`.
             criterion: As for :meth:`forward_backward`.
             return_outputs: Also return the outputs of this data rank's samples.
+            batch_dims: As for :meth:`forward_backward`.
 
         Returns:
             The mean loss over the global batch: 0-d, fp32, the same on every rank; with ``return_outputs`` a
@@ -285,7 +291,9 @@ class Booster(StateCalls):
         engine = self._built("evaluate")
         self._check_model(model)
         with engine.reporting():
-            loss, outputs = engine.executor.evaluate(model, batch, criterion, wants_outputs=return_outputs)
+            loss, outputs = engine.executor.evaluate(
+                model, batch, criterion, wants_outputs=return_outputs, batch_dims=batch_dims
+            )
             return (loss, engine.context.crossing.complete(outputs)) if return_outputs else loss
 
     @contextmanager

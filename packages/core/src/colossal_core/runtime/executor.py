@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from colossal_core.errors import ColossalError, UsageError
 from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
-from colossal_core.runtime.batches import Call, Weight, loss_of, loss_weight, split_batch
+from colossal_core.runtime.batches import BatchDims, Call, Weight, loss_of, loss_weight, split_batch
 from colossal_core.runtime.batchnorm import Synchronised
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class PlainExecutor(AbstractExecutor):
         batch: Any,
         criterion: Callable[..., torch.Tensor] | None,
         weight: Weight = None,
+        batch_dims: BatchDims = None,
     ) -> torch.Tensor:
         """Run forward and backward; see :class:`~colossal_core.interfaces.AbstractExecutor`.
 
@@ -75,18 +76,23 @@ class PlainExecutor(AbstractExecutor):
         """
         self._has_failed = False
         try:
-            return self._run(model, batch, criterion, weight)
+            return self._run(model, batch, criterion, weight, batch_dims)
         except Exception:
             if self._has_failed and not self._is_careful(model):
                 self._drop_gradients()
             raise
 
     def _run(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        weight: Weight,
+        batch_dims: BatchDims,
     ) -> torch.Tensor:
         """Run forward and backward."""
         self._agreement.begin_exchange()
-        call, share, weights = self._weigh(model, batch, criterion, weight)
+        call, share, weights = self._weigh(model, batch, criterion, weight, batch_dims)
         # Rows that the user gives no weight at all are in the global batch no more than a stand-in is.
         rows = self._context.row_weights
         with rows.set(0.0 if weight is not None and share == 0 else rows.value):
@@ -120,6 +126,7 @@ class PlainExecutor(AbstractExecutor):
         criterion: Callable[..., torch.Tensor] | None,
         *,
         wants_outputs: bool = True,
+        batch_dims: BatchDims = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`."""
         del wants_outputs  # they are here anyway
@@ -128,7 +135,7 @@ class PlainExecutor(AbstractExecutor):
         model.eval()
         try:
             with torch.no_grad():
-                call, share, weights = self._weigh(model, batch, criterion, None)
+                call, share, weights = self._weigh(model, batch, criterion, None, batch_dims)
                 outputs = self._forward(model, call)
                 loss = self._loss(outputs, call, criterion, needs_gradient=False)
                 counts = share != 0 and not self._stands_in
@@ -149,12 +156,17 @@ class PlainExecutor(AbstractExecutor):
     # --- the two messages ----------------------------------------------------------------------------------
 
     def _weigh(
-        self, model: nn.Module, batch: Any, criterion: Callable[..., torch.Tensor] | None, weight: Weight
+        self,
+        model: nn.Module,
+        batch: Any,
+        criterion: Callable[..., torch.Tensor] | None,
+        weight: Weight,
+        batch_dims: BatchDims,
     ) -> tuple[Call, float | None, tuple[torch.Tensor, Pending]]:
         """Read the batch and start to sum the weights of all ranks; NaN says that this rank cannot."""
         share: float | None = None
         try:
-            call = split_batch(batch, self._context.mesh.device)
+            call = split_batch(batch, self._context.mesh.device, batch_dims, model)
             share, rule = loss_weight(batch, call, criterion, weight, model)
         except ColossalError as err:
             self._fail(err, num_messages=1 if self._is_careful(model) else 2)
