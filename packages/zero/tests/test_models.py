@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,11 +19,18 @@ STEPS = 3
 Weights = dict[str, torch.Tensor]
 
 
-def train(name: str, pieces: tuple[object, ...], optimizer: str = "sgd") -> tuple[list[float], Weights]:
+def train(
+    name: str, pieces: tuple[object, ...], optimizer: str = "sgd", *, compiles: str = ""
+) -> tuple[list[float], Weights]:
     """Train on this rank, with an evaluation and a second forward in between; return norms and weights."""
-    model = build(name)
+    model: Any = build(name)
     booster = Booster(*pieces, precision="fp64", max_grad_norm=0.5)
+    if compiles:
+        torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager") if compiles == "before" else None
     model, stepper = booster.boost(model, make(optimizer, model))
+    if compiles:
+        model = torch.compile(model, backend="aot_eager") if compiled is None else compiled
     norms = []
     for step in range(STEPS):
         loss = loss_of(model, dist.get_rank(), step)
@@ -94,6 +103,14 @@ def test_copies_are_exact(name: str, stage: Stage) -> None:
     found = run_ranks(train, 4, name, (Zero(stage=stage, replicas=2),))
 
     compare(found, train_alone(name, 4))
+
+
+@pytest.mark.parametrize(("stage", "compiles"), [(1, "before"), (1, "after"), (2, "after")])
+def test_compiled_models_are_exact(stage: Stage, compiles: str) -> None:
+    """Gradients of a compiled graph go where others go."""
+    found = run_ranks(train, 2, "tower", (Zero(stage=stage),), compiles=compiles)
+
+    compare(found, train_alone("tower", 2))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("tied", 1), ("attending", 2), ("repeated", 2), ("adapted", 1)])

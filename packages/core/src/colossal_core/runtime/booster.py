@@ -154,7 +154,7 @@ class Booster(StateCalls):
         the user's own optimizers go on where the boosted ones stopped. Collective over all ranks.
         """
         engine = self._built("release")
-        self._check_model(model)
+        engine.name_of(model)
         engine.close()
         for handle in engine.handles:
             handle.remove()
@@ -204,7 +204,7 @@ class Booster(StateCalls):
             RankMismatchError: It is so on another rank.
         """
         engine = self._built("forward_backward")
-        self._check_model(model)
+        engine.name_of(model)
         with engine.reporting():
             if engine.shares.current is None:
                 engine.begin_iteration()
@@ -289,7 +289,7 @@ class Booster(StateCalls):
             RankMismatchError: It is so on another rank.
         """
         engine = self._built("evaluate")
-        self._check_model(model)
+        engine.name_of(model)
         with engine.reporting():
             loss, outputs = engine.executor.evaluate(
                 model, batch, criterion, wants_outputs=return_outputs, batch_dims=batch_dims
@@ -357,7 +357,7 @@ class Booster(StateCalls):
         Edits and assigned tensors are kept; they have to be the same on all ranks.
         """
         engine = self._built("full_parameters")
-        self._check_model(model)
+        engine.name_of(model)
         with engine.full_parameters(model) as found, edited(found) as shown:
             yield shown
 
@@ -376,7 +376,7 @@ class Booster(StateCalls):
             UsageError: An accumulation window is open: its gradients are not complete.
         """
         engine = self._built("full_gradients")
-        self._check_model(model)
+        engine.name_of(model)
         with engine.full_gradients(model) as found, edited(found) as shown:
             yield shown
 
@@ -390,7 +390,7 @@ class Booster(StateCalls):
             decay: Weight of the past, e.g. 0.999.
         """
         engine = self._built("average")
-        self._check_model(model)
+        engine.name_of(model)
         return engine.add_average(model, decay)
 
     # --- where this rank is ---------------------------------------------------------------------------------
@@ -481,15 +481,6 @@ class Booster(StateCalls):
         total = torch.full((), mean * self.data_degree, dtype=torch.float64, device=self.world.device)
         ratio = self._built("backward").context.weights.ratio(total)
         return weight / mean * (1.0 if ratio is None else float(ratio))
-
-    def _check_model(self, model: nn.Module) -> None:
-        """Refuse a model that this Booster did not boost."""
-        models = self._built("this call").models
-        if not any(model is known for known in models.values()):
-            raise UsageError(
-                f"this {type(model).__name__} was not boosted by this Booster, which has {', '.join(models)}",
-                hint="pass the model that boost() returned",
-            )
 
 
 def _finish_run(observers: Observers, progress: Progress) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, final
 import torch
 from attrs import define
 
-from colossal_core.errors import NonFiniteError
+from colossal_core.errors import NonFiniteError, UsageError
 from colossal_core.runtime.averages import Average
 from colossal_core.runtime.checkpointing.saving import Saver
+from colossal_core.runtime.compiled import bare
 from colossal_core.runtime.shares import ShareBook
 from colossal_core.runtime.whole import is_everywhere, whole_tensors
 
@@ -168,7 +169,7 @@ class Engine:
         """Show the parameters of a model in serial shapes, by serial name, in the order of the model."""
         table, names = self.context.table, self._parameter_names(model)
         dtypes = {key: table.tensor(table[key]).dtype for key in names}
-        with self.manager.full_parameters(model) as found:
+        with self.manager.full_parameters(self.models[self.name_of(model)]) as found:
             local = {key: found[name] for key, name in names.items() if name in found}
             with whole_tensors(local, dtypes, self.context) as shown:
                 yield {names[key]: tensor for key, tensor in shown.items()}
@@ -197,7 +198,7 @@ class Engine:
 
     def _parameter_names(self, model: nn.Module) -> dict[Key, str]:
         """Return the serial names of a model's parameters by their keys in the table, in serial order."""
-        name = next(name for name, other in self.models.items() if other is model)
+        name = self.name_of(model)
         found: dict[Key, str] = {}
         for entry in self.context.table:
             mine = [path for owner, path in (entry.key, *entry.aliases) if owner == name]
@@ -218,6 +219,21 @@ class Engine:
             for key, flag in zip(keys, exists.tolist(), strict=True)
             if flag
         }
+
+    def name_of(self, model: nn.Module) -> str:
+        """Return the name of a boosted model, which may have been compiled before or since.
+
+        Raises:
+            UsageError: It was not boosted here.
+        """
+        for name, known in self.models.items():
+            if bare(model) is bare(known):
+                return name
+        raise UsageError(
+            f"this {type(model).__name__} was not boosted by this Booster, which has "
+            f"{', '.join(self.models)}",
+            hint="pass the model that boost() returned",
+        )
 
     def close(self) -> None:
         """Wait for a save that is written beside training, and leave signals to others; collective."""
@@ -241,7 +257,7 @@ class Engine:
             if any(parameter in mine for group in optimizer.param_groups for parameter in group["params"])
         }
         self._followed.append(min(followed, default=0))
-        self.averages.append((next(n for n, other in self.models.items() if other is model), average))
+        self.averages.append((self.name_of(model), average))
         return average
 
     @contextmanager

@@ -37,10 +37,6 @@ class StateCalls(ABC):
     def _built(self, name: str) -> Engine:
         """Return the engine, or say that ``boost`` comes first."""
 
-    @abstractmethod
-    def _check_model(self, model: nn.Module) -> None:
-        """Refuse a model that this Booster did not boost."""
-
     # --- checkpoints ----------------------------------------------------------------------------------------
 
     def save(
@@ -178,7 +174,7 @@ class StateCalls(ABC):
                 rank.
         """
         engine = self._built("export")
-        self._check_model(model)
+        model = engine.models[engine.name_of(model)]
         with engine.reporting():
             return export_model(
                 engine,
@@ -210,7 +206,7 @@ class StateCalls(ABC):
             CheckpointError: Files are missing, damaged or no safetensors files, or do not fit; on every rank.
         """
         engine = self._built("import_weights")
-        self._check_model(model)
+        model = engine.models[engine.name_of(model)]
         with engine.reporting():
             return import_model(engine, model, _absolute(directory), strict=strict)
 

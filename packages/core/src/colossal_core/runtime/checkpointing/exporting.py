@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.averages import Average
     from colossal_core.runtime.engine import Engine
 
-__all__ = ["export_model", "long_agreement", "name_of_model"]
+__all__ = ["export_model", "long_agreement"]
 
 WRITING_SECONDS = 3600.0
 """How long ranks wait for each other while they read and write: the slowest disk decides."""
@@ -132,7 +132,7 @@ def export_model(
         lambda: _plan(
             engine,
             model,
-            _collect(engine, name_of_model(engine, model), average),
+            _collect(engine, engine.name_of(model), average),
             dtype=dtype,
             max_file_bytes=max_file_bytes,
         ),
@@ -165,21 +165,6 @@ def long_agreement(engine: Engine) -> Agreement:
     """Return what ranks agree through while they read and write, which takes some longer than others."""
     mesh = engine.context.mesh
     return Agreement(rendezvous_store(), mesh.rank, mesh.layout.world_size, timeout_seconds=WRITING_SECONDS)
-
-
-def name_of_model(engine: Engine, model: nn.Module) -> str:
-    """Return the name of a boosted model.
-
-    Raises:
-        UsageError: It was not boosted here.
-    """
-    for name, boosted in engine.models.items():
-        if boosted is model:
-            return name
-    raise UsageError(
-        f"the {type(model).__name__} was not boosted by this Booster",
-        hint="pass the model that boost() returned",
-    )
 
 
 # --- planning -----------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from colossal_core.runtime.checkpointing.conversions import (
     connect,
 )
 from colossal_core.runtime.checkpointing.shards import plain_name
+from colossal_core.runtime.compiled import bare
 
 __all__ = [
     "Conversion",
@@ -321,7 +322,7 @@ def configuration_texts(model: nn.Module, dtype: torch.dtype | None = None) -> d
             try:
                 described = deepcopy(own)
                 if name == "config" and _is_of_transformers(model):
-                    described.architectures = [type(_bare(model)).__name__]
+                    described.architectures = [type(bare(model)).__name__]
                     described.dtype = str(dtype or _trained_dtype(model)).removeprefix("torch.")
                 described.save_pretrained(folder)
             except STRANGE as err:
@@ -347,14 +348,8 @@ def _is_of_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers, which then is imported already."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
-        for cls in type(_bare(model)).__mro__
+        for cls in type(bare(model)).__mro__
     )
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """Return what a compiled model was made of, which it is in all but its class."""
-    bare: nn.Module = _attribute(model, "_orig_mod") or model
-    return bare
 
 
 def _tied_names(model: nn.Module) -> frozenset[str] | None:

@@ -19,7 +19,7 @@ from colossal_core.boxes import Box
 from colossal_core.checkpoint.safetensors_format import ITEM_BYTES
 from colossal_core.errors import CheckpointError
 from colossal_core.plugins.agreement import explain_disagreement
-from colossal_core.runtime.checkpointing.exporting import long_agreement, name_of_model
+from colossal_core.runtime.checkpointing.exporting import long_agreement
 from colossal_core.runtime.checkpointing.hub import (
     Conversion,
     Form,
@@ -92,7 +92,7 @@ def import_model(
     path = Path(directory)
     plan = engine.agreement.attempt("import_weights", lambda: _plan(engine, model, path, strict=strict))
     engine.agreement.compare("the weights to import", _lines(plan), explain_disagreement)
-    reading = _Reading(engine, name_of_model(engine, model), plan)
+    reading = _Reading(engine, engine.name_of(model), plan)
     try:
         long_agreement(engine).attempt("import_weights: read", reading.read_all)
     finally:
@@ -111,7 +111,7 @@ def _plan(engine: Engine, model: nn.Module, path: Path, *, strict: bool) -> _Pla
         CheckpointError: Something does not fit, and ``strict`` is set.
     """
     weights = find_weights(path)
-    collected = model_holdings(engine, name_of_model(engine, model), borrowed=True)
+    collected = model_holdings(engine, engine.name_of(model), borrowed=True)
     specs = collected.specs
     first = {name: key for key, spec in specs.items() for name in (key, *spec.aliases)}
     wanted = {name: Form(specs[key].dtype, specs[key].shape) for name, key in first.items()}
