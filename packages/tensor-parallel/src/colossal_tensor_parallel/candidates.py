@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import Literal, final
 
 from attrs import evolve, frozen
 
 from colossal_tensor_parallel.spans import Split
 
-__all__ = ["Attribute", "Candidate", "Proof"]
+__all__ = ["Attribute", "Candidate", "Proof", "UnitCut"]
 
 
 @final
@@ -67,3 +67,23 @@ class Proof:
             attributes=tuple(evolve(a, module=rename(a.module)) for a in self.candidate.attributes),
         )
         return Proof(candidate=candidate, shared=tuple(map(rename, self.shared)), drops=self.drops)
+
+
+@final
+@frozen(kw_only=True)
+class UnitCut:
+    """How a module that uses weights of its own, or of its children without calling them, is cut.
+
+    Attributes:
+        name: Of the module in the model.
+        kind: What it is: stacked experts, or attention as torch has it.
+        splits: For each of its parameters that is cut, the dim and what of it ranks have.
+        attributes: Integers of the module that change.
+        reason: Why, for people.
+    """
+
+    name: str
+    kind: Literal["experts", "attention"]
+    splits: Mapping[str, tuple[int, Split]]
+    attributes: tuple[Attribute, ...] = ()
+    reason: str

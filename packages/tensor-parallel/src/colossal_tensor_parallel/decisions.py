@@ -6,8 +6,7 @@ from typing import final
 
 from attrs import frozen
 
-from colossal_tensor_parallel.candidates import Attribute
-from colossal_tensor_parallel.experts import ExpertCut
+from colossal_tensor_parallel.candidates import Attribute, UnitCut
 from colossal_tensor_parallel.groups import Form
 from colossal_tensor_parallel.roles import Cut
 from colossal_tensor_parallel.spans import Split
@@ -67,14 +66,14 @@ class ModelPlan:
         attributes: Integers of modules that change.
         shared: Parameters that stay whole and whose gradients are shares on each rank.
         regions: What is divided along the tokens; None without sequence regions.
-        experts: Modules of stacked experts that are cut.
+        units: Modules that are cut in one piece: stacked experts, attention of torch.
     """
 
     decisions: tuple[Decision, ...]
     attributes: tuple[Attribute, ...]
     shared: tuple[str, ...]
     regions: Regions | None = None
-    experts: tuple[ExpertCut, ...] = ()
+    units: tuple[UnitCut, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
         """Return all that ranks have to agree about."""
@@ -82,6 +81,6 @@ class ModelPlan:
             *(f"{d.name}: {d.cut} {d.split} {d.is_head} {d.drops}" for d in self.decisions),
             *(f"{a.module}.{a.name} = {a.values}" for a in self.attributes),
             *(f"shares of {name}" for name in self.shared),
-            *(f"experts {cut.name}: {cut.splits}" for cut in self.experts),
+            *(f"{unit.kind} {unit.name}: {unit.splits}" for unit in self.units),
             *(() if self.regions is None else (f"tokens: {self.regions.divided} {self.regions.pieces}",)),
         )

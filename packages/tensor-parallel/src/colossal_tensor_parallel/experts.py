@@ -13,19 +13,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from colossal_tensor_parallel.candidates import Attribute
+from colossal_tensor_parallel.candidates import Attribute, UnitCut
 from colossal_tensor_parallel.members import pick
 from colossal_tensor_parallel.spans import Split
 from colossal_tensor_parallel.tracing import Recorded, Trace, copy_module, make_values, own_parameters
 
-__all__ = ["ExpertCut", "find_experts"]
+__all__ = ["find_experts"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,29 +33,7 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 """As those of :mod:`~.proving`, for the same reasons."""
 
 
-@final
-@frozen(kw_only=True)
-class ExpertCut:
-    """How a module of stacked experts is cut.
-
-    Attributes:
-        name: Of the module in the model.
-        splits: For each of its parameters that is cut, the dim and what of it ranks have.
-        attributes: Integers of the module that change.
-    """
-
-    name: str
-    splits: Mapping[str, tuple[int, Split]]
-    attributes: tuple[Attribute, ...] = ()
-
-    @property
-    def reason(self) -> str:
-        """Why, for people."""
-        (_, split), *_ = self.splits.values()
-        return f"stacked experts, proved: {split.parts[0][2]} hidden features of each divide"
-
-
-def find_experts(model: nn.Module, trace: Trace, degree: int) -> list[ExpertCut]:
+def find_experts(model: nn.Module, trace: Trace, degree: int) -> list[UnitCut]:
     """Return the modules of stacked experts for which a cut is proved.
 
     Args:
@@ -63,8 +41,8 @@ def find_experts(model: nn.Module, trace: Trace, degree: int) -> list[ExpertCut]
         trace: What its forward showed.
         degree: Number of ranks.
     """
-    found: list[ExpertCut] = []
-    known: dict[object, ExpertCut | None] = {}
+    found: list[UnitCut] = []
+    known: dict[object, UnitCut | None] = {}
     for name, module in model.named_modules():
         own = own_parameters(module)
         stacked = [parameter for parameter in own.values() if parameter.dim() == 3]
@@ -78,11 +56,11 @@ def find_experts(model: nn.Module, trace: Trace, degree: int) -> list[ExpertCut]
         cut = known[key]
         if cut is not None:
             attributes = tuple(Attribute(name, a.name, a.values) for a in cut.attributes)
-            found.append(ExpertCut(name=name, splits=cut.splits, attributes=attributes))
+            found.append(evolve(cut, name=name, attributes=attributes))
     return found
 
 
-def _prove(name: str, module: nn.Module, call: Recorded, degree: int, dtype: torch.dtype) -> ExpertCut | None:
+def _prove(name: str, module: nn.Module, call: Recorded, degree: int, dtype: torch.dtype) -> UnitCut | None:
     """Return the first guess that is right, or None."""
     for kind in dict.fromkeys((dtype, torch.float32)):
         try:
@@ -91,7 +69,9 @@ def _prove(name: str, module: nn.Module, call: Recorded, degree: int, dtype: tor
             _logger.debug("the experts %s do not run by themselves", name, exc_info=True)
             continue
         for splits, attributes in _guess(module, bench.width, degree):
-            cut = ExpertCut(name=name, splits=splits, attributes=attributes)
+            (_, split), *_ = splits.values()
+            reason = f"stacked experts, proved: {split.parts[0][2]} hidden features of each divide"
+            cut = UnitCut(name=name, kind="experts", splits=splits, attributes=attributes, reason=reason)
             if bench.proves(cut, degree):
                 return cut
     return None
@@ -156,7 +136,7 @@ class _Bench:
         if not all(bool(found.abs().max() > 0) for found in self._serial):
             raise ValueError("its gradients say nothing")
 
-    def proves(self, cut: ExpertCut, degree: int) -> bool:
+    def proves(self, cut: UnitCut, degree: int) -> bool:
         """Whether the ranks' runs are the serial one together."""
         outputs: list[torch.Tensor] = []
         names = list(self._whole)

@@ -27,7 +27,7 @@ class Row:
     Attributes:
         module: Its name.
         decision: ``"column"``, ``"row"``, ``"gathered-column"``, ``"vocabulary"`` or ``"whole"``; for modules
-            of stacked experts ``"experts"``.
+            that are cut in one piece ``"experts"`` or ``"attention"``.
         reason: Why.
         whole_bytes: Weight and bias of the serial layer, a tied weight counted at its first name.
         rank_bytes: Most that a rank holds of them.
@@ -164,7 +164,7 @@ def describe(model: nn.Module, made: ModelPlan, degree: int) -> Explanation:
                 rank_bytes=mine,
             )
         )
-    for cut in made.experts:
+    for cut in made.units:
         whole, mine = 0, 0
         for kind, (_, split) in cut.splits.items():
             parameter = model.get_submodule(cut.name).get_parameter(kind)
@@ -175,7 +175,7 @@ def describe(model: nn.Module, made: ModelPlan, degree: int) -> Explanation:
         rows.append(
             Row(
                 module=cut.name,
-                decision="experts",
+                decision=cut.kind,
                 reason=cut.reason,
                 whole_bytes=whole,
                 rank_bytes=mine,

@@ -33,7 +33,7 @@ from colossal_tensor_parallel.tokens import (
 )
 from colossal_tensor_parallel.wires import Wire, add_up, enter, join_pieces, on_first, sum_pieces
 
-__all__ = ["CutColumn", "CutExperts", "CutHead", "CutRow", "CutTable", "OfTokens", "Works"]
+__all__ = ["CutColumn", "CutExperts", "CutHead", "CutRow", "CutTable", "OfTokens", "Works", "works_in"]
 
 LEAST_DIMS = 3
 """Dims from which outputs are divided: rows of ``[tokens, features]`` are often sorted anew."""
@@ -46,8 +46,8 @@ class Works:
 
     Attributes:
         entrance: Where common inputs are entered.
-        size: Output features, or rows, of all ranks together.
-        first: First row of a table that is here.
+        size: Output features, or rows, of all ranks together; of attention, features of this rank.
+        first: First row of a table that is here; of attention, first head.
         is_transposed: Whether the weight is ``[in, out]``.
         gathers: Whether outputs are gathered.
         is_plain: Whether a table looks up rows and does nothing else.
@@ -78,7 +78,7 @@ class Works:
         return self.entrance.wire
 
 
-def _works(module: Stand) -> Works:
+def works_in(module: Stand) -> Works:
     """Return what a cut layer was given."""
     found: Works = replacement_of(module).payload
     return found
@@ -93,7 +93,7 @@ class CutColumn(Stand):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Map ``[..., in]`` to ``[..., this rank's out]``, or to all outputs where they are gathered."""
-        works = _works(self)
+        works = works_in(self)
         entered = works.entrance.enter(features)
         outputs = multiply_entered(entered, self.weight, self.bias, is_transposed=works.is_transposed)
         if works.dice is not None and self.training:
@@ -110,7 +110,7 @@ class CutRow(Stand):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Map ``[..., this rank's in]`` to ``[..., out]``, the bias added once."""
-        works = _works(self)
+        works = works_in(self)
         if works.dice is not None:
             works.dice.close()
         summand = multiply(features, self.weight, None, is_transposed=works.is_transposed)
@@ -129,7 +129,7 @@ class CutHead(Stand):
 
     def forward(self, features: torch.Tensor) -> Any:
         """Map ``[..., in]`` to logits of which this rank holds a piece."""
-        works = _works(self)
+        works = works_in(self)
         entered = works.entrance.enter(features)
         piece = multiply_entered(entered, self.weight, self.bias, is_transposed=False)
         return SplitLogits(piece, works.wire, works.size)
@@ -144,7 +144,7 @@ class CutTable(Stand):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up the rows that are here, and add up over the ranks."""
-        works = _works(self)
+        works = works_in(self)
         local = ids - works.first
         outside = (local < 0) | (local >= self.weight.shape[0])
         inside = local.masked_fill(outside, 0)
@@ -162,7 +162,7 @@ class CutExperts(Stand):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map common activations and routing weights to common outputs."""
-        wire = _works(self).wire
+        wire = works_in(self).wire
         entered = pytree.tree_map(lambda leaf: _entered(leaf, wire), (args, kwargs))
         summand: torch.Tensor = super().forward(*entered[0], **entered[1])
         return add_up(summand, wire)
@@ -186,7 +186,7 @@ class OfTokens(Stand):
         Raises:
             CapabilityError: It gets tensors besides, which it did not when it was tried.
         """
-        lot = _works(self).lot
+        lot = works_in(self).lot
         # Without weights nothing is gained by dividing, and features may be cut: activations and dropout are
         # used between column and row layers, too.
         stays = not is_known(features) or not any(True for _ in self.parameters())

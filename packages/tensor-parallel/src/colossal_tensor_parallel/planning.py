@@ -16,7 +16,8 @@ from attrs import evolve
 from torch import nn
 
 from colossal_core.errors import CapabilityError, UsageError
-from colossal_tensor_parallel.candidates import Attribute, Proof
+from colossal_tensor_parallel.attention import choose_attentions, last_layer
+from colossal_tensor_parallel.candidates import Attribute, Proof, UnitCut
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.examples import Example
 from colossal_tensor_parallel.experts import find_experts
@@ -76,7 +77,7 @@ def _with_regions(made: ModelPlan, model: nn.Module, trace: Trace | str) -> Mode
     Raises:
         CapabilityError: Nothing can be.
     """
-    found = trace if isinstance(trace, str) else find_regions(model, made.decisions, trace)
+    found = trace if isinstance(trace, str) else find_regions(model, made, trace)
     if isinstance(found, str):
         raise CapabilityError(
             f"activations of this {type(model).__name__} cannot be divided along the sequence: {found}",
@@ -115,6 +116,7 @@ class _Planner:
         self._found: dict[str, Decision] = {}
         self._attributes: list[Attribute] = []
         self._shared: list[str] = []
+        self._units: list[UnitCut] = []
         self._proofs: dict[object, Proof | None] = {}
         self._library = read_library_plan(model, layers)
         self._called_places = {
@@ -133,6 +135,7 @@ class _Planner:
             UsageError: See :func:`plan_model`.
             CapabilityError: See :func:`plan_model`.
         """
+        self._decide_attentions()
         self._decide_wholes()
         self._decide_groups()
         self._decide_tables()
@@ -141,10 +144,11 @@ class _Planner:
                 self._decide_alone(name)
         self._check_roles()
         decisions = tuple(self._found[name] for name in self._layers)
-        experts = [] if self._trace is None else find_experts(self._model, self._trace, self._degree)
-        for cut in experts:
-            self._attributes.extend(cut.attributes)
-        if not experts and all(decision.cut == "whole" for decision in decisions):
+        if self._trace is not None:
+            self._units += find_experts(self._model, self._trace, self._degree)
+        for unit in self._units:
+            self._attributes.extend(unit.attributes)
+        if not self._units and all(decision.cut == "whole" for decision in decisions):
             reasons = dict.fromkeys(decision.reason for decision in decisions)
             raise CapabilityError(
                 f"nothing of this {type(self._model).__name__} can be cut among {self._degree} ranks: "
@@ -155,8 +159,26 @@ class _Planner:
             decisions=decisions,
             attributes=tuple(self._attributes),
             shared=tuple(dict.fromkeys(self._shared)),
-            experts=tuple(experts),
+            units=tuple(self._units),
         )
+
+    # --- modules that are cut in one piece ------------------------------------------------------------------
+
+    def _decide_attentions(self) -> None:
+        """Cut the attention modules of torch, with their last layers."""
+        for choice in choose_attentions(self._model, self._trace or self._failure, self._roles, self._degree):
+            name = last_layer(choice.name)
+            if choice.cut is None:
+                self._keep(name, choice.reason)
+                continue
+            self._units.append(choice.cut)
+            self._found[name] = Decision(
+                name=name,
+                cut="row",
+                form="linear",
+                split=choice.last,
+                reason=choice.reason,
+            )
 
     # --- what cannot be cut ---------------------------------------------------------------------------------
 

@@ -28,16 +28,19 @@ from torch.utils import _pytree as pytree
 from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.mesh import Group
 from colossal_core.runtime.replacement import Stand, replace_module
-from colossal_tensor_parallel.decisions import Decision, Regions
+from colossal_tensor_parallel.attention import CutAttention
+from colossal_tensor_parallel.candidates import UnitCut
+from colossal_tensor_parallel.decisions import Decision, ModelPlan, Regions
 from colossal_tensor_parallel.draws import Dice, WatchDraws
-from colossal_tensor_parallel.layers import CutColumn, CutHead, CutRow, CutTable, Works
+from colossal_tensor_parallel.layers import CutColumn, CutExperts, CutHead, CutRow, CutTable, Works
 from colossal_tensor_parallel.products import Entrance
+from colossal_tensor_parallel.spans import split_evenly
 from colossal_tensor_parallel.tables import is_plain_table
 from colossal_tensor_parallel.tokens import Lot, SplitTokens, plain
 from colossal_tensor_parallel.tracing import Trace, copy_module, make_values, own_parameters
 from colossal_tensor_parallel.wires import Wire
 
-__all__ = ["find_regions", "solo_wire", "stand_of", "with_shares", "works_of"]
+__all__ = ["find_regions", "solo_wire", "stand_of", "stand_of_unit", "with_shares", "works_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -87,18 +90,30 @@ def works_of(
     )
 
 
+def stand_of_unit(unit: UnitCut, entrance: Entrance, dice: Dice) -> tuple[type[Stand], Works]:
+    """Return the class that takes the place of a module that is cut in one piece, and what it is given."""
+    if unit.kind == "experts":
+        return CutExperts, Works(entrance=entrance, size=0, name=unit.name)
+    ranks = entrance.wire.group
+    _, split = next(iter(unit.splits.values()))
+    _, width, heads = split.parts[0]
+    first, stop = split_evenly(heads, ranks.size)[ranks.index]
+    size = (stop - first) * width
+    return CutAttention, Works(entrance=entrance, size=size, first=first, dice=dice, name=unit.name)
+
+
 def solo_wire() -> Wire:
     """Return a wire with nobody at its other end."""
     alone = Group("self", (0,), 0, None, "none", torch.device("cpu"))
     return Wire(collectives=Collectives(), group=alone)
 
 
-def find_regions(model: nn.Module, decisions: Sequence[Decision], trace: Trace) -> Regions | str:
+def find_regions(model: nn.Module, made: ModelPlan, trace: Trace) -> Regions | str:
     """Return what is divided along the tokens, or why nothing can be.
 
     Args:
         model: The serial model, which stays as it is.
-        decisions: What becomes of its layers.
+        made: What becomes of its layers.
         trace: What its forward showed.
     """
     excluded: set[str] = set()
@@ -106,7 +121,7 @@ def find_regions(model: nn.Module, decisions: Sequence[Decision], trace: Trace) 
     for _ in range(MOST_RUNS):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                run = _DryRun(model, decisions, trace, excluded)
+                run = _DryRun(model, made, trace, excluded)
                 found = run.regions()
         except Exception as err:
             _logger.debug("the model does not run with divided activations", exc_info=True)
@@ -130,10 +145,9 @@ class _DryRun:
         read_whole: Row layers and tables whose outputs nothing reads token by token.
     """
 
-    def __init__(
-        self, model: nn.Module, decisions: Sequence[Decision], trace: Trace, excluded: set[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: ModelPlan, trace: Trace, excluded: set[str]) -> None:
         """Run it."""
+        self._plan = plan
         self._model = model
         self._read_outside = trace.read_outside
         self._num_owners = Counter(p for it in model.modules() for p in own_parameters(it).values())
@@ -149,10 +163,10 @@ class _DryRun:
         call = trace.calls[""]
         if trace.is_fake:
             with torch.device("meta"):
-                self._run(_make_meta, call.args, call.kwargs, decisions, excluded)
+                self._run(_make_meta, call.args, call.kwargs, excluded)
         else:
             make = make_values(torch.Generator().manual_seed(83), trace.dtype)
-            self._run(make, call.args, call.kwargs, decisions, excluded)
+            self._run(make, call.args, call.kwargs, excluded)
 
     def regions(self) -> Regions:
         """Return what was seen."""
@@ -167,18 +181,21 @@ class _DryRun:
         make: Callable[[torch.Tensor], torch.Tensor],
         args: Any,
         kwargs: Any,
-        decisions: Sequence[Decision],
         excluded: set[str],
     ) -> None:
         """Put the cut layers into a copy and call it."""
         twin = copy_module(self._model, make)
         entrance = Entrance(self._lot.wire, self._lot)
-        for decision in decisions:
+        for decision in self._plan.decisions:
             if decision.split is not None:
                 module = twin.get_submodule(decision.name)
                 divides = decision.name not in excluded and stand_of(decision) in {CutRow, CutTable}
                 works = works_of(decision, module, entrance, self._lot.dice, degree=1, divides=divides)
                 replace_module([twin], decision.name, module, stand_of(decision), works)
+        for unit in self._plan.units:
+            if unit.kind == "attention":
+                stand, works = stand_of_unit(unit, entrance, self._lot.dice)
+                replace_module([twin], unit.name, twin.get_submodule(unit.name), stand, works)
         for name, module in twin.named_modules():
             is_leaf = next(module.children(), None) is None and not isinstance(module, Stand)
             if is_leaf and name and "forward" not in vars(module) and not isinstance(module, nn.Identity):

@@ -24,10 +24,10 @@ from colossal_core.runtime.table import Key, Part
 from colossal_tensor_parallel.borders import CutBorder, complete
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.draws import Dice
-from colossal_tensor_parallel.layers import CutExperts, OfTokens, Works
+from colossal_tensor_parallel.layers import OfTokens, Works
 from colossal_tensor_parallel.planning import plan_model
 from colossal_tensor_parallel.products import Entrance
-from colossal_tensor_parallel.regions import stand_of, works_of
+from colossal_tensor_parallel.regions import stand_of, stand_of_unit, works_of
 from colossal_tensor_parallel.spans import Split
 from colossal_tensor_parallel.tokens import Lot
 from colossal_tensor_parallel.tracing import own_parameters
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractBorder
     from colossal_core.plan import Plan
     from colossal_core.runtime.context import Context
-    from colossal_core.runtime.replacement import Stand
     from colossal_tensor_parallel.options import TensorParallel
 
 __all__ = ["TensorParallelStrategy"]
@@ -89,12 +88,12 @@ class TensorParallelStrategy(AbstractStrategy):
                         seen.add(tensor)
                         parts = _parts(decision.split, tensor.shape, dim, rank, layout)
                         cuts[name, f"{decision.name}.{kind}"] = parts
-            for experts in made.experts:
-                module = model.get_submodule(experts.name)
-                check_replaceable([model], experts.name, module)
-                for kind, (dim, split) in experts.splits.items():
+            for unit in made.units:
+                module = model.get_submodule(unit.name)
+                check_replaceable([model], unit.name, module)
+                for kind, (dim, split) in unit.splits.items():
                     shape = module.get_parameter(kind).shape
-                    cuts[name, f"{experts.name}.{kind}"] = _parts(split, shape, dim, rank, layout)
+                    cuts[name, f"{unit.name}.{kind}"] = _parts(split, shape, dim, rank, layout)
             for piece in () if made.regions is None else made.regions.pieces:
                 check_replaceable([model], piece, model.get_submodule(piece))
             for shared in made.shared:
@@ -190,27 +189,34 @@ class TensorParallelStrategy(AbstractStrategy):
             replacement = replace_module([model], decision.name, module, stand_of(decision), works)
             serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
             context.undo.append(replacement.undo)
-        others: list[tuple[str, type[Stand]]] = [(cut.name, CutExperts) for cut in made.experts]
-        others += [(piece, OfTokens) for piece in (() if made.regions is None else made.regions.pieces)]
-        for path, kind in others:
+        entrance = self._entrances[name]
+        others = [(unit.name, *stand_of_unit(unit, entrance, self._dice[name])) for unit in made.units]
+        pieces = () if made.regions is None else made.regions.pieces
+        others += [(piece, OfTokens, Works(entrance=entrance, size=0, name=piece)) for piece in pieces]
+        for path, kind, works in others:
             module = model.get_submodule(path)
-            works = Works(entrance=self._entrances[name], size=0, name=path)
             replacement = replace_module([model], path, module, kind, works)
             serial.append((replacement.new, "forward", MethodType(type(module).forward, replacement.new)))
             context.undo.append(replacement.undo)
 
 
 def _leave_fast_path(model: nn.Module, made: ModelPlan, context: Context) -> None:
-    """Keep torch's encoder layers with cut children from their fast path, which reads weights without calls.
+    """Keep torch's encoders with cut layers from their fast path; see Note [The fast path of encoders].
 
-    It is taken in evaluation without gradients, when this attribute says that it knows the activation.
+    It is taken when these attributes say that an encoder layer knows its activation, and that an encoder may
+    remove padding for the layers.
     """
-    cut = {decision.name.rpartition(".")[0] for decision in made.decisions if decision.split is not None}
+    cut = [decision.name for decision in made.decisions if decision.split is not None]
+    kinds: dict[type[nn.Module], tuple[str, object]] = {
+        nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+        nn.TransformerEncoder: ("use_nested_tensor", False),
+    }
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and name in cut:
-            known = vars(module)["activation_relu_or_gelu"]
-            vars(module)["activation_relu_or_gelu"] = 0
-            context.undo.append(_restore(module, "activation_relu_or_gelu", known))
+        prefix = f"{name}." if name else ""
+        for kind, (attribute, value) in kinds.items():
+            if isinstance(module, kind) and any(layer.startswith(prefix) for layer in cut):
+                context.undo.append(_restore(module, attribute, vars(module)[attribute]))
+                vars(module)[attribute] = value
 
 
 def _restore(module: nn.Module, name: str, value: object) -> Any:

@@ -311,6 +311,8 @@ class _Watch:
         if owners is None or (reader in owners and self._names[reader] in self._layers):
             return
         for owner in owners:
+            if isinstance(reader, nn.MultiheadAttention) and owner is reader.out_proj:
+                continue  # the module and this layer are one unit
             if reader not in owners:
                 self._read_outside.add(self._names[owner])
             use = self._layers.get(self._names[owner])
