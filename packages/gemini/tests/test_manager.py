@@ -80,7 +80,7 @@ def train(
         between(step, model)
     manager: Any = engine_of(booster).manager
     if isinstance(piece, Gemini):
-        assert piece.device_budget is None or manager._tiers.device.peak <= piece.device_budget
+        assert piece.device_budget is None or manager.tiers.device.peak <= piece.device_budget
     with booster.full_parameters(model) as shown:
         weights = {name: value.clone() for name, value in shown.items()}
     return losses, weights, manager
@@ -110,8 +110,8 @@ def fit(folder: Path, dtype: torch.dtype, **options: Any) -> tuple[int, str]:
 
 def plan_of(manager: Any) -> Any:
     """Return the plan that the last step followed."""
-    assert manager._course.plan is not None
-    return manager._course.plan
+    assert manager.plan is not None
+    return manager.plan
 
 
 def tiers(kind: str, folder: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def peaks_of_modules(device_budget: str | None) -> tuple[int, int]:
         booster = Booster(Gemini(device_budget=device_budget, disk=folder))
         model, _ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         engine: Any = booster._engine
-        device = engine.manager._tiers.device
+        device = engine.manager.tiers.device
         device.reset_peak()
         model(torch.ones(1, 64))
         return device.peak, 6 * 4 * 65 * 64

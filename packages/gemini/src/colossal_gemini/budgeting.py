@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colossal_core.runtime.arena import Arena
+from colossal_core.runtime.arena import Arena, is_limited, map_large_blocks
 from colossal_gemini.contents import Tiers
 from colossal_gemini.costs import Budgets
 from colossal_gemini.disk import Disk
@@ -27,6 +27,8 @@ def make_tiers(options: Gemini, device: torch.device) -> Tiers:
         options: Budgets, and where files go.
         device: Where models compute. On the CPU, a device budget makes a second arena stand in for a device.
     """
+    if is_limited():
+        map_large_blocks()
     is_remote = device.type != "cpu"
     host = Arena("host", budget=options.host_budget, is_pinned=device.type == "cuda")
     disk = None if options.disk is None else Disk(options.disk)

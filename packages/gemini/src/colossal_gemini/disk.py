@@ -14,12 +14,9 @@ At most three transfers run at a time, as an update needs them: while it compute
 read and the last one is written. Each 4 MiB have a checksum, kept in memory, so that what comes back is what
 was written.
 
-# Note [Hard limits]
-Under ``RLIMIT_DATA`` other things count beside blocks: 8 MiB of stack for each of the four threads, and the
-heap. glibc does not use a freed block of its heap for the next aligned one of that size, so the optimizer
-states that a first update makes, chunk by chunk, stay there although they have moved into blocks. A state of
-644 MiB did not train under a limit of 160 MiB (and a host budget of 100 MiB); with
-``MALLOC_MMAP_THRESHOLD_=1048576`` in the environment it does, and 120 MiB are resident at most.
+# Note [Hard limits of files]
+Under ``RLIMIT_DATA`` the stacks of the four threads count, 8 MiB each. A state of 644 MiB trains under a
+limit of 160 MiB with a host budget of 100 MiB.
 """
 
 from __future__ import annotations

@@ -55,7 +55,12 @@ PHASE = "plan"
 
 @final
 class GeminiManager(AbstractUnitManager):
-    """Keeps values, gradients and optimizer state in tiers, within budgets."""
+    """Keeps values, gradients and optimizer state in tiers, within budgets.
+
+    Attributes:
+        options: Budgets.
+        tiers: Memories and files, with what is in them and how many bytes went between them.
+    """
 
     _uncompiled = ("Gemini()", "use Zero(stage=2)")
     _moves_buffers_alone = True
@@ -68,6 +73,7 @@ class GeminiManager(AbstractUnitManager):
         self._recorder: Recorder | None = None
         self._seen: Trace | None = None
         self._left: set[int] = set()
+        self._moved: dict[str, int] = {}
         self._placement: Placement | None = None
 
     # --- set-up ---------------------------------------------------------------------------------------------
@@ -76,13 +82,23 @@ class GeminiManager(AbstractUnitManager):
         self, models: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], context: Context
     ) -> None:
         """Divide the parameters' buffers; see :class:`~colossal_core.interfaces.AbstractMemoryManager`."""
-        self._tiers: Tiers = make_tiers(self.options, context.mesh.device)
+        self.tiers: Tiers = make_tiers(self.options, context.mesh.device)
         self._chunk_bytes = choose_bytes(self.options, context.table, context.precision, context.mesh.layout)
         self._numbered = 0
         super().attach(models, optimizers, context)
         self._number_chunks()
         if self.options.trace is not None:
             self._expect(FitReport.load(self.options.trace).trace)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the steps that were seen last are to do, moment by moment; None before the first one ends."""
+        return self._course.plan
+
+    @property
+    def placement(self) -> Placement | None:
+        """What lives where; None before the first step ends."""
+        return self._placement
 
     @property
     def shows_gradients(self) -> bool:
@@ -113,7 +129,7 @@ class GeminiManager(AbstractUnitManager):
         self._resident = TieredResidency(
             self._context.collectives,
             groups,
-            tiers=self._tiers,
+            tiers=self.tiers,
             course=self._course,
             everyone=self._context.mesh.everyone(),
             heard=self._hear,
@@ -138,8 +154,8 @@ class GeminiManager(AbstractUnitManager):
         start, stop = group.index * span, (group.index + 1) * span
         name = buffer.kind.unit or buffer.slots[0].entry.model
         is_whole = group.size == 1
-        home = ChunkHome(self._tiers, name, span, dtype, is_whole=is_whole, is_trainable=is_trainable)
-        device = self._tiers.device
+        home = ChunkHome(self.tiers, name, span, dtype, is_whole=is_whole, is_trainable=is_trainable)
+        device = self.tiers.device
         if is_whole:
             buffer.value_memory = ContentMemory(home.values)
         else:
@@ -217,7 +233,7 @@ class GeminiManager(AbstractUnitManager):
         if not self._course.is_new:
             return
         if self._recorder is None:
-            blocks, device = self._storages_of_chunks(), self._tiers.device
+            blocks, device = self._storages_of_chunks(), self.tiers.device
             self._recorder = Recorder(
                 self._chunks(),
                 key="the first step of its kind",
@@ -320,7 +336,7 @@ class GeminiManager(AbstractUnitManager):
     def _place(self, trace: Trace) -> Placement:
         """Let everything live, and be updated, where that saves most."""
         ranks = max((held.buffer.num_shards for held in self._ranges()), default=1)
-        budgets = tier_budgets(self._tiers, self.options)
+        budgets = tier_budgets(self.tiers, self.options)
         placement = place(trace, budgets, ranks=ranks, policy=self.options.placement)
         states = {
             held: owned.driver.states_in(held)
@@ -330,11 +346,11 @@ class GeminiManager(AbstractUnitManager):
         }
         for held, where in zip(self._ranges(), placement.chunks, strict=True):
             home = _home_of(held)
-            worksite = self._tiers.device if where.update == "device" else self._tiers.host
+            worksite = self.tiers.device if where.update == "device" else self.tiers.host
             home.work_in(worksite, held, states.get(held, []))
-            home.live_in(self._tiers.named(where.value), "value")
-            home.live_in(self._tiers.named(where.gradient), "gradient")
-            home.live_in(self._tiers.named(where.state), "master")
+            home.live_in(self.tiers.named(where.value), "value")
+            home.live_in(self.tiers.named(where.gradient), "gradient")
+            home.live_in(self.tiers.named(where.state), "master")
         for owned in self._owned:
             owned.pieces = None
         return placement
@@ -381,8 +397,10 @@ class GeminiManager(AbstractUnitManager):
         self._end_step(optimizer)
 
     def _end_step(self, optimizer: int) -> None:
-        """Learn from this step."""
+        """Learn from this step, and count what it moved."""
+        self._moved = {f"{source} to {target}": size for (source, target), size in self.tiers.moved.items()}
         self._learn()
+        self.tiers.moved.clear()  # what moved to new homes as well
         self._resident.end_step(optimizer)
 
     # --- books ----------------------------------------------------------------------------------------------
@@ -390,7 +408,7 @@ class GeminiManager(AbstractUnitManager):
     @contextmanager
     def _unlimited(self) -> Iterator[None]:
         """Let no budget stand in the way of what the user asks for as a whole."""
-        arenas = {self._tiers.device, self._tiers.host}
+        arenas = {self.tiers.device, self.tiers.host}
         budgets = {arena: arena.budget for arena in arenas}
         for arena in arenas:
             arena.budget = None
@@ -427,13 +445,26 @@ class GeminiManager(AbstractUnitManager):
             super().detach()
         for home in homes:
             home.close()
-        self._tiers.close()
+        self.tiers.close()
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         """Gather everything, without budget, and keep edits that are the same on all ranks; collective."""
         with self._unlimited(), super().full_parameters(model) as shown:
             yield shown
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what tiers hold, and what the last step moved between them.
+
+        Returns:
+            ``tiers``: for each by name its ``budget`` in bytes, None for none, the bytes ``used`` now, and
+            their ``peak`` since boost; ``moved``: bytes of the last step by way, ``"host to device"``.
+        """
+        tiers = {
+            tier.name: {"budget": tier.budget, "used": tier.used, "peak": tier.peak}
+            for tier in self.tiers.ordered
+        }
+        return {"tiers": tiers, "moved": dict(self._moved)}
 
     def estimate(
         self, table: ParameterTable, precision: Precision, optimizer_states: int = 2

@@ -41,6 +41,7 @@ from colossal_gemini.costs import (
 )
 from colossal_gemini.eviction import Room, describe_load, find_peak, loads
 from colossal_gemini.search import NUM_BUFFERS
+from colossal_gemini.steps import Step, find_way
 
 if TYPE_CHECKING:
     from colossal_gemini.trace import Trace
@@ -169,27 +170,6 @@ def _make_placers(
     ]
 
 
-@attrs.frozen
-class _Step:
-    """Part of the way of a chunk from a far arrangement to a near one.
-
-    Attributes:
-        chunk: Which one.
-        where: The arrangement that it leads to.
-        saved: Seconds that it saves.
-        size: Bytes that it takes.
-    """
-
-    chunk: int
-    where: Arrangement
-    saved: float
-    size: int
-
-    def sort_key(self) -> tuple[float, int]:
-        """Return the order of steps: most saved for each byte first, of what is alike the small ones."""
-        return (-float(f"{self.saved / self.size:.6g}"), self.size)
-
-
 @final
 class _Placer:
     """Places the chunks of one trace, where the device does or does not update what lives elsewhere."""
@@ -206,7 +186,7 @@ class _Placer:
         has_disk = budgets.disk != 0 and (prices.has_host or prices.streams)
         is_there: dict[Tier, bool] = {"host": prices.has_host, "disk": has_disk}
         self._lower = [tier for tier, found in is_there.items() if found] or [TIERS[0]]
-        self._first_steps: list[_Step] | None = None
+        self._first_steps: list[Step] | None = None
         self._loads: dict[tuple[int, Arrangement], list[int]] = {}
         kinds = [
             (chunk.whole_bytes, one, visits)
@@ -315,26 +295,20 @@ class _Placer:
         chosen: Sequence[Arrangement],
         options: Callable[[int, Arrangement], Iterable[Arrangement]],
         size_of: Callable[[int, Arrangement], int],
-    ) -> list[_Step]:
+    ) -> list[Step]:
         """Return the steps of all chunks, those that save most for each byte first."""
-        ways: list[list[_Step]] = []
-        for chunk, first in enumerate(chosen):
-            places = [
-                (where, size_of(chunk, where), self._seconds(chunk, where)) for where in options(chunk, first)
-            ]
-            size, seconds = size_of(chunk, first), self._seconds(chunk, first)
-            ways.append([])
-            while True:
-                better = [
-                    _Step(chunk, where, seconds - price, taken - size)
-                    for where, taken, price in places
-                    if taken > size and price < seconds
-                ]
-                if not better:
-                    break
-                ways[-1].append(min(better, key=_Step.sort_key))
-                size, seconds = size + ways[-1][-1].size, seconds - ways[-1][-1].saved
-        return list(heapq.merge(*ways, key=_Step.sort_key))
+        ways = (
+            find_way(
+                chunk,
+                (size_of(chunk, first), self._seconds(chunk, first)),
+                [
+                    (where, size_of(chunk, where), self._seconds(chunk, where))
+                    for where in options(chunk, first)
+                ],
+            )
+            for chunk, first in enumerate(chosen)
+        )
+        return list(heapq.merge(*ways, key=Step.sort_key))
 
     # --- the device -----------------------------------------------------------------------------------------
 
@@ -378,7 +352,7 @@ class _Placer:
             if step.chunk not in full and not self._take(step, chosen, total):
                 full.add(step.chunk)
 
-    def _take(self, step: _Step, chosen: list[Arrangement], total: list[int]) -> bool:
+    def _take(self, step: Step, chosen: list[Arrangement], total: list[int]) -> bool:
         """Go one step if the device has room in every moment, and return whether it has."""
         old, new = (self._load_of(step.chunk, where) for where in (chosen[step.chunk], step.where))
         wanted = [a + b - c for a, b, c in zip(total, new, old, strict=True)]
@@ -391,7 +365,7 @@ class _Placer:
         """Move to the device what host memory has no room for, whatever that costs; without copies."""
         excess, moved = self._host_excess(chosen), {-1}
         while excess > 0 and moved:
-            steps, total = list[_Step](), [load.total for load in loads(self._trace, self._room)]
+            steps, total = list[Step](), [load.total for load in loads(self._trace, self._room)]
             for chunk, first in enumerate(chosen):
                 total = [a + b for a, b in zip(total, self._load_of(chunk, first), strict=True)]
                 before = self._bytes_of("host", first, self._states[chunk])
@@ -399,12 +373,12 @@ class _Placer:
                     freed = before - self._bytes_of("host", where, self._states[chunk])
                     if freed and not where.keeps_copy:
                         saved = self._seconds(chunk, first) - self._seconds(chunk, where)
-                        steps.append(_Step(chunk, where, saved, freed))
+                        steps.append(Step(chunk, where, saved, freed))
             moved = set()
-            for step in sorted(steps, key=_Step.sort_key):
+            for step in sorted(steps, key=Step.sort_key):
                 if excess > 0 and step.chunk not in moved and self._take(step, chosen, total):
                     moved.add(step.chunk)
-                    excess -= step.size
+                    excess = self._host_excess(chosen)
 
     def _room_with(self, chosen: Sequence[Arrangement]) -> Room:
         """Return the room that is left for gathered values."""
@@ -447,9 +421,19 @@ class _Placer:
         return kept + states.value * (where.value == tier) + states.gradient * (where.gradient == tier)
 
     def _host_staging(self, chosen: Sequence[Arrangement]) -> int:
-        """Return the host memory that files are read into and written from."""
-        uses_files = any("disk" in {where.value, where.gradient, where.state} for where in chosen)
-        return self._buffers if uses_files and self._prices.has_host else 0
+        """Return the host memory that files, or what an update needs of the device, pass through."""
+        if not self._prices.has_host:
+            return 0
+        if _uses_files(chosen):
+            return self._buffers
+        return max(
+            (
+                states.value * (where.value != "host") + states.gradient * (where.gradient != "host")
+                for states, where in zip(self._states, chosen, strict=True)
+                if where.update == "host"
+            ),
+            default=0,
+        )
 
     def _host_excess(self, chosen: Sequence[Arrangement]) -> int:
         """Return by how much host memory is exceeded; not positive where it is not."""
@@ -484,10 +468,10 @@ class _Placer:
             staged = self._host_staging(chosen)
             raise CapabilityError(
                 f"host memory takes {excess} bytes more than its budget of {self._budgets.host}: what lives "
-                f"there {show_bytes(self._bytes_in('host', chosen))}, staging of files {show_bytes(staged)}; "
+                f"there {show_bytes(self._bytes_in('host', chosen))}, staging {show_bytes(staged)}; "
                 f"the device holds {show_bytes(self._bytes_in('device', chosen))}",
                 hint=f"let host_budget be at least {(self._budgets.host or 0) + excess}"
-                + ("" if staged else ", or disk= a folder with that much space"),
+                + ("" if _uses_files(chosen) else ", or disk= a folder with that much space"),
             )
         wanted, limit = self._bytes_in("disk", chosen), self._budgets.disk
         if limit is not None and wanted > limit:
@@ -496,3 +480,8 @@ class _Placer:
                 hint=f"let disk= be a folder with {show_bytes(wanted)} of space, or host_budget "
                 f"{wanted - limit} bytes larger",
             )
+
+
+def _uses_files(chosen: Iterable[Arrangement]) -> bool:
+    """Whether anything lives in files."""
+    return any("disk" in {where.value, where.gradient, where.state} for where in chosen)

@@ -211,11 +211,15 @@ class TieredResidency(Residency):
             return Pending(None, arrive)
         held.buffer.restore_values()
         shard = held.buffer.values[held.start : held.stop]
-        with home.present("value"):
-            shard.copy_(held.values)
-        return self._collectives.all_gather(
-            held.buffer.values, shard, self._groups[held.divided], phase=PHASE
-        )
+        device, stays = self._tiers.device, home.values.home is home.worksite
+        with self._tiers.copier.beside(device.device):
+            with home.present("value"):
+                shard.copy_(held.values, non_blocking=stays)
+            if home.worksite is not device:
+                self._tiers.count(home.worksite, device, home.values.nbytes)
+            return self._collectives.all_gather(
+                held.buffer.values, shard, self._groups[held.divided], phase=PHASE
+            )
 
     def _give_back(self, held: OwnedRange) -> None:
         """Give the memory of one chunk on the device back."""

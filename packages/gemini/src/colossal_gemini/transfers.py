@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol, final
 
@@ -99,12 +100,28 @@ class Copier:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="colossal-copy")
             return Work(self._thread.submit(_copy_memory, source, target))
         device = target.device if source.device.type == "cpu" else source.device
+        with self.beside(device):
+            target.data.copy_(source, non_blocking=True)
+        event = self._streams[device].record_event()
         module = torch.get_device_module(device)
-        stream = self._streams.setdefault(device, module.Stream(device=device))
+        return _Streamed(module, event, is_read_by_host=target.device.type == "cpu")
+
+    @contextlib.contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Let an accelerator do what is asked for within a context beside what it computes, once that is due.
+
+        Whoever uses the results has its stream wait. Elsewhere nothing changes.
+        """
+        if device.type == "cpu":
+            yield
+            return
+        module = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device=device)
+        stream = self._streams[device]
         stream.wait_stream(module.current_stream(device))
         with module.stream(stream):
-            target.data.copy_(source, non_blocking=True)
-        return _Streamed(module, stream.record_event(), is_read_by_host=target.device.type == "cpu")
+            yield
 
     def copies_now(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         """Copy on this thread, where it is what copies, and return whether it is."""

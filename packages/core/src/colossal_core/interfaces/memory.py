@@ -175,6 +175,14 @@ class AbstractMemoryManager(ABC):
     def detach(self) -> None:
         """Give the models back: every parameter owns its memory again, hooks are gone."""
 
+    def report(self) -> Mapping[str, Any]:
+        """Return what ``booster.report()`` tells besides bytes by category and traffic; nothing by default.
+
+        Returns:
+            Values that JSON can hold, by names other than ``memory`` and ``traffic``.
+        """
+        return {}
+
     @abstractmethod
     def estimate(
         self, table: ParameterTable, precision: Precision, optimizer_states: int = 2

@@ -22,6 +22,14 @@ a released block with ``mremap`` would save the last 0.4 ms, but only by keeping
 Elsewhere the storage of a tensor is resized to nothing and back. Views share the storage, so they stay valid
 objects as well, but torch lets new ones be taken only while the block is held. The allocator of the device
 may keep what is released, for the next block of that size.
+
+# Note [Hard limits]
+Under ``RLIMIT_DATA`` other things count beside blocks: 8 MiB of stack for each thread, and the heap. glibc
+raises the size from which it maps blocks to the largest that was freed, up to 32 MiB, and does not use a
+freed block of its heap for the next aligned one of that size. So the optimizer states that a first update
+makes, chunk by chunk, stay there although they have moved into blocks of an arena. :func:`map_large_blocks`
+fixes that size to 1 MiB. Its price are new pages for each tensor beyond it, 1.7 us for 4 KiB (two cores of a
+virtual machine, November 2026), so it is for processes with a limit only.
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ import torch
 
 from colossal_core.errors import MemoryBudgetError
 
-__all__ = ["Arena", "Block", "bytes_of_storage"]
+__all__ = ["Arena", "Block", "bytes_of_storage", "is_limited", "map_large_blocks"]
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
@@ -97,6 +105,34 @@ def _load_libc() -> Any:
 
 
 _LIBC = _load_libc()
+
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt."""
+
+_MAPPED_BYTES = 1 << 20
+"""Blocks of malloc that are mapped each by itself where a limit counts; see Note [Hard limits]."""
+
+
+def is_limited() -> bool:
+    """Whether the system refuses this process memory beyond a limit (``RLIMIT_DATA``, ``RLIMIT_AS``)."""
+    if sys.platform not in {"linux", "darwin"}:
+        return False
+    import resource
+
+    kinds = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
+    return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
+
+
+def map_large_blocks() -> bool:
+    """Let malloc give large blocks back to the system as they are freed; see Note [Hard limits].
+
+    Returns:
+        Whether the C library does so from now on. It holds for the process, and cannot be undone.
+    """
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(_LIBC, "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES))
 
 
 def _map_nothing(address: int | None, nbytes: int) -> int:

@@ -438,7 +438,8 @@ class Booster(StateCalls):
         """Return what this rank holds and what the last step moved.
 
         Returns:
-            ``memory``: bytes by category; ``traffic``: words received in the last step, by group and phase.
+            ``memory``: bytes by category; ``traffic``: words received in the last step, by group and phase;
+            and what the memory manager adds, as ``gemini`` does of its tiers.
         """
         engine = self._built("report")
         memory: dict[str, int] = {}
@@ -449,7 +450,7 @@ class Booster(StateCalls):
         for transfer in self.last_traffic:
             key = f"{transfer.group} {transfer.phase}"
             traffic[key] = traffic.get(key, 0.0) + transfer.received_words
-        return {"memory": memory, "traffic": traffic}
+        return {"memory": memory, "traffic": traffic, **engine.manager.report()}
 
     @property
     def last_traffic(self) -> tuple[Transfer, ...]:
