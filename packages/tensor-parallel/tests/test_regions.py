@@ -12,7 +12,7 @@ from torch import nn
 
 from colossal_core import Booster, Recompute
 from colossal_core.errors import CapabilityError
-from colossal_tensor_parallel import TensorParallel, explain
+from colossal_tensor_parallel import TensorParallel, explain, tracing
 from colossal_tensor_parallel.draws import Dice
 from colossal_tensor_parallel.regions import solo_wire
 from colossal_tensor_parallel.tokens import Lot, SplitTokens, divide_tokens, whole_tokens
@@ -134,8 +134,10 @@ def test_tables_with_and_without_a_tied_head_are_divided(name: str) -> None:
     check_parity(recipe, nproc=3, pieces=[TensorParallel(degree=3, sequence=True)], registry=make_registry)
 
 
-def test_what_is_divided_is_explained() -> None:
-    """Norms and scales treat tokens by themselves; what mixes them reads the whole, and is named."""
+@pytest.mark.parametrize("largest", [tracing.LARGEST_REAL, 0])
+def test_what_is_divided_is_explained(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and scales treat tokens by themselves; what mixes them is named, with values or without."""
+    monkeypatch.setattr(tracing, "LARGEST_REAL", largest)
     found = explain(Model(mixes=True), 2, sequence=True)
 
     assert set(found.divided) == {"tokens", *(f"layers.{n}.{row}" for n in (0, 1) for row in ("out", "down"))}

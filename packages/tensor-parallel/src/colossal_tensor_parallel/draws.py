@@ -54,12 +54,14 @@ class WatchDraws(TorchFunctionMode):
     Attributes:
         is_open: Whether calls are noted.
         shapes: Of the values that are dropped, in order; None for random numbers of another kind.
+        num_calls: Number of calls, with those that drop nothing as rates stand.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_open = False
         self.shapes: list[tuple[int, ...] | None] = []
+        self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the call, and make it without dropping anything."""
@@ -78,8 +80,10 @@ class WatchDraws(TorchFunctionMode):
 
     def _note(self, shape: tuple[int, ...] | None, rate: float) -> None:
         """Note what is dropped."""
-        if self.is_open and rate > 0:
-            self.shapes.append(shape)
+        if self.is_open:
+            self.num_calls += 1
+            if rate > 0:
+                self.shapes.append(shape)
 
 
 @final

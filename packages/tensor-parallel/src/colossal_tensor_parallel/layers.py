@@ -9,7 +9,6 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -202,8 +201,7 @@ class OfTokens(Stand):
         is_vector = features.dim() < 2
         common = features.unsqueeze(0) if is_vector else features
         mine = common if isinstance(common, SplitTokens) else divide_tokens(common, lot)
-        with lot.dice.aside() if self.training else nullcontext():
-            made = mine.like(super().forward(plain(mine), *args, **kwargs))
+        made = mine.like(super().forward(plain(mine), *args, **kwargs))
         return made.join(type(self).__name__).squeeze(0) if is_vector else made
 
 

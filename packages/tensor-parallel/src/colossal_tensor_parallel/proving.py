@@ -12,7 +12,8 @@ Inputs of column layers are cut off from the graph, so the gradient that arrives
 share, and what lies before them sees no share at all. For each rank: gradients of cut weights are slices of
 the serial ones. Over all ranks: outputs of the row layer, and gradients of the columns' inputs, add up.
 Everything else, other parameters, other inputs, outputs, is the serial one on each rank; a parameter whose
-gradients add up instead has to be summed in training.
+gradients add up instead has to be summed in training. Where gradients are but rounding, as that of the bias
+of a norm of keys, and either would hold, the graph decides: what a summand depends on has a share.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class Bench:
         self._call = call
         self._inputs = self._materialise()
         self._cotangents: list[torch.Tensor] | None = None
+        self._feeding: list[bool] | None = None
         self._serial = self._run(None, 0, 1)
         run = self._serial
         gradients = [*run.entered, run.row, *(weight for weight, _ in run.columns)]
@@ -287,12 +289,33 @@ class Bench:
             found = [torch.zeros_like(whole) if gradient is None else gradient for gradient in mine]
             if any(gradient.shape != whole.shape for gradient in found):
                 return None
-            if all(self._close(gradient, whole) for gradient in found):
+            is_common = all(self._close(gradient, whole) for gradient in found)
+            is_share = name is not None and self._close(sum_of(found), whole)
+            if is_common and is_share:
+                is_common = not self._feeds_summand(index)
+            if is_common:
                 continue
-            if name is None or not self._close(sum_of(found), whole):
+            if name is None or not is_share:
                 return None
             shared.append(name)
         return tuple(shared)
+
+    def _feeds_summand(self, index: int) -> bool:
+        """Whether an output of the row layer depends on one of the other parameters or inputs."""
+        if self._feeding is None:
+            row = self._members[self._group.row]
+            for member in self._members.values():
+                member.take(None, None)
+            row.given = None
+            args, kwargs, inputs = self._fresh_inputs()
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                self.container(*args, **kwargs)
+            others = [*self._others.values(), *([] if row.own_bias is None else [row.own_bias]), *inputs]
+            summands = [summand for summand in row.seen if summand.requires_grad]
+            ones = [torch.ones_like(summand) for summand in summands]
+            found = torch.autograd.grad(summands, others, ones, allow_unused=True)
+            self._feeding = [gradient is not None for gradient in found]
+        return self._feeding[index]
 
     def _run(self, candidate: Candidate | None, rank: int, degree: int) -> _Run:
         """Run the copy with the weights of a rank, or as it is."""

@@ -274,8 +274,9 @@ def _is_of_tokens(module: nn.Module, width: int, args: tuple[Any, ...], kwargs: 
     """Try a module on all tokens and on some; see Note [Modules that treat each token by itself]."""
     source = torch.Generator().manual_seed(89)
     try:
-        twin = copy_module(module, make_values(source, torch.float64))
-        features = torch.randn(2, NUM_TOKENS, width, generator=source, dtype=torch.float64)
+        with torch.device("cpu"):  # the run around it may have no memory
+            twin = copy_module(module, make_values(source, torch.float64))
+            features = torch.randn(2, NUM_TOKENS, width, generator=source, dtype=torch.float64)
         for trains in (False, True):
             twin.train(trains)
             watch = WatchDraws()
@@ -287,7 +288,7 @@ def _is_of_tokens(module: nn.Module, width: int, args: tuple[Any, ...], kwargs: 
                     twin(piece, *args, **kwargs)
                     for piece in features.tensor_split([NUM_FIRST, NUM_FIRST], dim=1)
                 ]
-            if watch.shapes or not isinstance(whole, torch.Tensor) or whole.dim() != features.dim():
+            if watch.num_calls or not isinstance(whole, torch.Tensor) or whole.dim() != features.dim():
                 return False
             if any(not torch.equal(buffer, before[name]) for name, buffer in twin.named_buffers()):
                 return False

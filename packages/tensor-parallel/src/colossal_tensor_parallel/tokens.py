@@ -16,6 +16,7 @@ Source: Korthikanti et al., *Reducing Activation Recomputation*, 2022, section 4
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -263,7 +264,11 @@ def _dropped(call: _Call) -> Any:
     lead = call.first
     if lead is None:
         return NotImplemented
-    with lead.lot.dice.aside():
+    rate = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
+    trains = (
+        call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
+    )
+    with lead.lot.dice.aside() if rate and trains else nullcontext():
         return lead.like(call.func(plain(lead), *call.args[1:], **call.kwargs), lead.origin)
 
 
@@ -344,7 +349,8 @@ _CHANGES = "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__"
 _CASTS = "float double half bfloat16 to type_as cpu cuda"
 _FACTS = (
     "dim ndimension is_floating_point is_complex element_size requires_grad_ retain_grad register_hook "
-    "is_contiguous data_ptr get_device type register_post_accumulate_grad_hook"
+    "is_contiguous data_ptr get_device type register_post_accumulate_grad_hook "
+    "new_empty new_zeros new_ones new_full new_tensor"
 )
 
 _HANDLERS: Mapping[Any, Handler] = {
