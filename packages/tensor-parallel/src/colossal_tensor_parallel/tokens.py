@@ -264,11 +264,9 @@ def _dropped(call: _Call) -> Any:
     lead = call.first
     if lead is None:
         return NotImplemented
-    rate = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
-    trains = (
-        call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
-    )
-    with lead.lot.dice.aside() if rate and trains else nullcontext():
+    given = {**dict(zip(("p", "training"), call.args[1:], strict=False)), **call.kwargs}
+    drops = given.get("p", 0.5) and given.get("training", given.get("train", True))
+    with lead.lot.dice.aside() if drops else nullcontext():
         return lead.like(call.func(plain(lead), *call.args[1:], **call.kwargs), lead.origin)
 
 
