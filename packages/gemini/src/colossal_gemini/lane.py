@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
+from colossal_core.runtime.backward_end import is_in_inner_backward
 from colossal_core.runtime.scattered import ScatteredLane
 
 __all__ = ["FrugalLane"]
@@ -32,6 +33,10 @@ class FrugalLane(ScatteredLane):
         for touch in self._all:
             touch.num_predicted = 1
         self.predict()
+
+    def _is_over(self) -> bool:
+        """Whether this backward has delivered all that it will; what was expected may never come."""
+        return super()._is_over() or not is_in_inner_backward()
 
     def _make_room(self, index: int) -> None:
         """Have memory for the unreduced gradients of a buffer, and for not too many others."""

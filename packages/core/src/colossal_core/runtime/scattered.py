@@ -182,13 +182,16 @@ class ScatteredLane(AbstractLane):
         are missing that came the time before, it is not over.
         """
         has_begun = any(touch.num_touches for touch in self._all)
-        is_over = all(touch.num_touches >= (touch.num_predicted or 0) for touch in self._all)
-        if self._each_backward and has_begun and is_over and self._may_launch:
+        if self._each_backward and has_begun and self._may_launch and self._is_over():
             self._has_ended = True
             self._collect_done()
             while self.next < len(self.buffers):
                 self._launch_next()
             self._give_others_time()
+
+    def _is_over(self) -> bool:
+        """Whether this backward has delivered all that it will, at what may be its end."""
+        return all(touch.num_touches >= (touch.num_predicted or 0) for touch in self._all)
 
     # --- in step --------------------------------------------------------------------------------------------
 
