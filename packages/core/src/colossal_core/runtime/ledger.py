@@ -34,6 +34,7 @@ class Transfer:
         item_bytes: Bytes of one element.
         full_bytes: Bytes of the full tensor: the result of a gather, the operand of every other operation.
         phase: What it was for: ``gradients``, ``norm``, ``loss``, ``setup``, …
+        by_messages: Whether a collective was made of messages between two ranks, which torch books nowhere.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Transfer:
     item_bytes: int
     full_bytes: int
     phase: str
+    by_messages: bool = False
 
     @property
     def received_words(self) -> float:
@@ -65,6 +67,7 @@ class Ledger:
         last: The latest transfers of the whole run, for reports.
         checksums: For each group, a checksum over ``(op, dtype, phase)`` of all collectives issued so far.
         counts: For each group, how many collectives were issued so far.
+        num_by_messages: How many of all of them were made of messages between two ranks.
     """
 
     records: list[Transfer] = field(factory=list)
@@ -72,6 +75,7 @@ class Ledger:
     last: deque[Transfer] = field(factory=lambda: deque(maxlen=LAST_ENTRIES))
     checksums: dict[str, int] = field(factory=dict)
     counts: dict[str, int] = field(factory=dict)
+    num_by_messages: int = 0
     _listeners: list[list[Transfer]] = field(factory=list, init=False)
 
     def add(self, transfer: Transfer) -> None:
@@ -86,6 +90,7 @@ class Ledger:
         text = f"{transfer.op} {transfer.dtype} {transfer.phase}".encode()
         self.checksums[transfer.group] = zlib.crc32(text, self.checksums.get(transfer.group, 0))
         self.counts[transfer.group] = self.counts.get(transfer.group, 0) + 1
+        self.num_by_messages += transfer.by_messages
 
     def end_step(self) -> None:
         """Close the running step: its transfers become :attr:`last_step`."""

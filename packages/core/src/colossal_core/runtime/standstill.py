@@ -10,12 +10,22 @@ Notes are numbered by beats. A rank counts as standing still only when it has pu
 since this rank began to wait, so a note that is out of date never ends a run. A rank that has raised leaves
 the reason for all who wait for it.
 
+# Note [Waits that cannot be given up]
+gloo lets the wait for a collective be given up and taken up again. A wait for a message between two ranks
+that is given up ends all communication of its group. So that wait has no end, and a thread beside it compares
+notes; when it finds that no rank can go on, it ends the wait by exactly that.
+
 Not handled: backends whose waits do not block the host, and collectives that were not issued through us.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.ledger import Ledger
     from colossal_core.runtime.mesh import Group
 
-__all__ = ["Standstill"]
+__all__ = ["Messages", "Standstill"]
 
 PATIENCE_SECONDS = 5.0
 """How long a collective may take before ranks compare notes. Steps of large models take longer, and then
@@ -56,6 +66,50 @@ class _Seen:
 
 @final
 @define(eq=False)
+class Messages:
+    """Messages between two ranks that belong together; backends do not tell whether they have arrived.
+
+    Attributes:
+        works: Those that arrive here, then those that leave.
+    """
+
+    works: Sequence[dist.Work]
+
+    def is_completed(self) -> bool:
+        """Return False: only :meth:`wait` finds out."""
+        return False
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+    def give_up(self) -> None:
+        """End the wait of another thread, and all communication of the group."""
+        for work in self.works:
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+
+
+@define(eq=False)
+class _Stay:
+    """A wait that another thread has to look after.
+
+    Attributes:
+        messages: What is waited for.
+        place: Where that is.
+        since: When it began.
+        seen: What was seen of other ranks since.
+    """
+
+    messages: Messages
+    place: Any
+    since: float = field(factory=time.monotonic)
+    seen: dict[int, _Seen] = field(factory=dict)
+
+
+@final
+@define(eq=False)
 class Standstill:
     """Watches the waits of one rank.
 
@@ -69,6 +123,9 @@ class Standstill:
     _store: Store
     _beat: int = field(default=0, init=False)
     _reason: str = field(default="", init=False)
+    _stay: _Stay | None = field(default=None, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+    _is_attended: bool = field(default=False, init=False)
 
     @classmethod
     def watch(cls, store: Store | None, rank: int, ledger: Ledger) -> Standstill | None:
@@ -90,24 +147,92 @@ class Standstill:
         Raises:
             RankMismatchError: This rank and others wait for each other.
         """
+        self.check()
+        with self._explaining(group):
+            if _wait(work, PATIENCE_SECONDS):
+                return
+            place = self._place(group, number, what)
+            seen: dict[int, _Seen] = {}
+            while not _wait(work, BEAT_SECONDS):
+                self._publish(place)
+                reason = self._look(place, seen)
+                if reason:
+                    raise self.fail(reason)
+            self._publish(None)
+
+    def wait_for_messages(self, messages: Messages, group: Group, number: int, what: str) -> None:
+        """Wait for messages between two ranks; see Note [Waits that cannot be given up].
+
+        Args:
+            messages: What to wait for.
+            group: All ranks that exchange some.
+            number: As for :meth:`wait`.
+            what: The same.
+
+        Raises:
+            RankMismatchError: This rank and others wait for each other.
+        """
+        self.check()
+        if not self._is_attended:
+            self._is_attended = True
+            threading.Thread(target=_attend, args=(weakref.ref(self),), daemon=True).start()
+        stay = _Stay(messages, self._place(group, number, what))
+        self._stay = stay
+        try:
+            with self._explaining(group):
+                messages.wait()
+        finally:
+            self._stay = None
+            if time.monotonic() - stay.since > PATIENCE_SECONDS:
+                with self._lock:
+                    self._publish({"reason": self._reason} if self._reason else None)
+
+    def check(self) -> None:
+        """Refuse to go on where ranks did different things: nothing that is on its way can arrive any more.
+
+        Raises:
+            RankMismatchError: With the reason.
+        """
         if self._reason:
-            raise _error(self._reason)  # nothing that was on its way can arrive any more
-        if _wait(work, PATIENCE_SECONDS):
+            raise _error(self._reason)
+
+    @contextmanager
+    def _explaining(self, group: Group) -> Iterator[None]:
+        """Give the reason when communication ends because a member, or another thread, has ended it."""
+        try:
+            yield
+        except RuntimeError as err:
+            for rank in group.ranks if not self._reason else ():
+                if self._store.check([f"{rank}"]):
+                    _, place = json.loads(self._store.get(f"{rank}").decode())
+                    self._reason = self._reason or (place or {}).get("reason", "")
+            if self._reason:
+                raise _error(self._reason) from err
+            raise
+
+    def attend(self) -> None:
+        """Compare notes for a wait of the other thread, if it has lasted for long."""
+        stay = self._stay
+        if stay is None or time.monotonic() - stay.since < PATIENCE_SECONDS:
             return
-        place = {
+        with self._lock:
+            if self._stay is not stay:
+                return
+            self._publish(stay.place)
+            reason = self._look(stay.place, stay.seen)
+            if reason:
+                self.fail(reason)
+                stay.messages.give_up()
+
+    def _place(self, group: Group, number: int, what: str) -> dict[str, Any]:
+        """Describe where this rank stands."""
+        return {
             "group": group.name,
             "ranks": list(group.ranks),
             "number": number,
             "what": what,
             "counts": dict(self.ledger.counts),
         }
-        seen: dict[int, _Seen] = {}
-        while not _wait(work, BEAT_SECONDS):
-            self._publish(place)
-            reason = self._look(place, seen)
-            if reason:
-                raise self.fail(reason)
-        self._publish(None)
 
     def fail(self, reason: str) -> RankMismatchError:
         """Let all who wait for this rank know that it cannot go on, and return the error to raise."""
@@ -166,6 +291,17 @@ class Standstill:
         elif beat != known.last_beat:
             known.beats, known.last_beat = known.beats + 1, beat
         return place if place is not None and seen[rank].beats > 2 else None
+
+
+def _attend(found: weakref.ref[Standstill]) -> None:
+    """Look after the waits of a rank for as long as anybody watches them."""
+    while True:
+        time.sleep(BEAT_SECONDS)
+        standstill = found()
+        if standstill is None:
+            return
+        standstill.attend()
+        del standstill
 
 
 def _error(reason: str) -> RankMismatchError:

@@ -69,7 +69,7 @@ class StepCost:
     Attributes:
         num_elements: Trainable elements of the serial model.
         traffic: By the ledger.
-        num_booked: Collectives that the ledger holds for the whole run.
+        num_booked: Collectives of the ledger in the whole run, without those that are made of messages.
         num_issued: Collectives that torch saw in the whole run; None when its record was too short.
     """
 
@@ -158,7 +158,7 @@ def measure_step(
     return StepCost(
         num_elements=num_elements,
         traffic=measure_traffic(booster.last_traffic),
-        num_booked=sum(ledger.counts.values()),
+        num_booked=sum(ledger.counts.values()) - ledger.num_by_messages,
         num_issued=None if None in counts else sum(count or 0 for count in counts),
     )
 

@@ -62,7 +62,7 @@ class Moved:
     Attributes:
         words: By phase, from the ledger.
         volumes: By phase, from the proposals.
-        num_booked: Collectives that the ledger holds for the whole run.
+        num_booked: Collectives of the ledger in the whole run, without those that are made of messages.
         num_issued: Collectives that torch saw in the whole run; None when its record was too short.
     """
 
@@ -183,10 +183,11 @@ def measure_moved(
         work.optimizer.zero_grad()
     counts = [group.num_collectives for group in list_groups(started_ns)]
     traffic = measure_traffic(booster.last_traffic)
+    ledger = context.collectives.ledger
     return Moved(
         words={name: phase.words for name, phase in traffic.phases.items()},
         volumes=dict(proposal.volumes),
-        num_booked=sum(context.collectives.ledger.counts.values()),
+        num_booked=sum(ledger.counts.values()) - ledger.num_by_messages,
         num_issued=None if None in counts else sum(count or 0 for count in counts),
     )
 
