@@ -25,26 +25,32 @@ IDS = torch.arange(24).view(4, 6)
 Step = dict[str, Any]
 
 
-def fit(ranks: int, precision: str, **budgets: Any) -> FitReport:
+def fit(ranks: int, precision: str, accumulate: int = 1, **budgets: Any) -> FitReport:
     """Return the report on a small GPT of a few blocks."""
     options = Gemini(**{"device_budget": 1, "host_budget": "4MiB", **budgets})
     batch = (IDS, IDS + 1)
+    model: nn.Module = GPT(num_blocks=NUM_BLOCKS)
     return options.fit(
-        GPT(num_blocks=NUM_BLOCKS), batch, criterion=TokenLoss(), ranks=ranks, precision=precision
+        model, batch, criterion=TokenLoss(), precision=precision, ranks=ranks, accumulate=accumulate
     )
 
 
-def train(precision: str, options: dict[str, Any]) -> Step:
+def train(precision: str, options: dict[str, Any], accumulate: int = 1) -> Step:
     """Take three steps within budgets; return what the last one did."""
     torch.manual_seed(5)
     model: nn.Module = GPT(num_blocks=NUM_BLOCKS)
-    booster = Booster(Gemini(**options), precision=precision)
+    booster = Booster(
+        Gemini(**options) if options else "replicated", precision=precision, accumulate=accumulate
+    )
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for _ in range(3):
-        booster.forward_backward(model, (IDS, IDS + 1), TokenLoss())
+    losses = []
+    for _ in range(3 * accumulate):
+        losses.append(float(booster.forward_backward(model, (IDS, IDS + 1), TokenLoss())))
         optimizer.step()
         optimizer.zero_grad()
     manager: Any = engine_of(booster).manager
+    if not options:
+        return {"losses": losses}
     found = booster.report()
     moves = [
         (one.op, one.full_bytes) for one in booster.last_traffic if one.phase in {"parameters", "gradients"}
@@ -55,6 +61,7 @@ def train(precision: str, options: dict[str, Any]) -> Step:
         "gathers": [size for op, size in moves if op == "all_gather"],
         "reductions": [size for op, size in moves if op == "reduce_scatter"],
         "planned": manager.plan.num_gathers,
+        "losses": losses,
     }
 
 
@@ -113,6 +120,25 @@ def test_a_step_moves_the_least_that_any_can(ranks: int, tmp_path: Path) -> None
             "device to host": whole // ranks,
             "host to device": (whole + sum(twice)) // ranks,
         }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sums_of_several_passes_are_within_budgets(ranks: int, precision: str, tmp_path: Path) -> None:
+    """Also from the least budget of the device and of host memory; they take 4 bytes for each element."""
+    once, least = (fit(ranks, precision, accumulate).least_budget or 0 for accumulate in (1, 3))
+    report = fit(ranks, precision, 3, device_budget=least)
+    host = least_host(report, least)
+    tight = judge(report.trace, Budgets(device=least, host=host), ranks=ranks)
+
+    steps = run_ranks(train, ranks, precision, keep(tight, tmp_path), 3)
+
+    wanted = run_ranks(train, ranks, precision, {}, 3)
+    assert least >= once
+    for step, other in zip(steps, wanted, strict=True):
+        assert step["losses"] == pytest.approx(other["losses"], rel=1e-6 if precision == "fp32" else 1e-2)
+        assert step["tiers"]["host"]["peak"] <= host
+        assert step["tiers"]["device"]["peak"] <= least
 
 
 def least_host(report: FitReport, device: int) -> int:

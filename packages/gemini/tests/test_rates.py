@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from colossal_core.runtime.arena import Arena
+from colossal_gemini import Gemini
 from colossal_gemini.contents import Tiers
+from colossal_gemini.costs import Rates
 from colossal_gemini.disk import Disk
 from colossal_gemini.rates import measure_rates
 
@@ -33,3 +38,16 @@ def test_tiers_without_room_are_left_out(tmp_path: Path) -> None:
 
     assert set(rates) == {("host", "disk"), ("disk", "host")}
     tiers.close()
+
+
+def test_a_report_can_be_estimated_with_the_rates_of_this_machine(tmp_path: Path) -> None:
+    """Whatever the budgets are; what lies between ranks is as by default."""
+    batch, defaults = (torch.ones(2, 8), torch.ones(2, 8)), Rates()
+    options = Gemini(device_budget="1KiB", host_budget="1KiB", disk=str(tmp_path))
+
+    rates = options.fit(nn.Linear(8, 8), batch, criterion=nn.MSELoss(), rates="measured").rates
+
+    assert rates.gather == defaults.gather
+    for name in ("device_host", "host_disk", "host_update", "device_update", "compute"):
+        assert getattr(rates, name) not in {0, getattr(defaults, name)}
+    assert not list(tmp_path.iterdir())

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 
 from colossal_core.runtime.arena import Arena, is_limited, map_large_blocks
 from colossal_gemini.contents import Tiers
-from colossal_gemini.costs import Budgets
+from colossal_gemini.costs import Budgets, Rates
 from colossal_gemini.disk import Disk
+from colossal_gemini.rates import measure_compute, measure_rates, measure_update
 
 if TYPE_CHECKING:
     from colossal_gemini.options import Gemini
 
-__all__ = ["make_tiers", "tier_budgets"]
+__all__ = ["NO_LIMIT", "budgets_of", "disk_budget", "make_tiers", "measure"]
 
 NO_LIMIT = 1 << 62
 """Bytes of a device whose budget is unknown: nothing on a machine without accelerator enforces one."""
@@ -37,13 +41,56 @@ def make_tiers(options: Gemini, device: torch.device) -> Tiers:
     return Tiers(Arena("device", budget=options.device_budget, device=device), host, disk)
 
 
-def tier_budgets(tiers: Tiers, options: Gemini) -> Budgets:
-    """Return what training may take of each tier."""
-    disk = 0 if tiers.disk is None else tiers.disk.budget
-    if tiers.device is tiers.host:
+def budgets_of(options: Gemini, device: torch.device, disk: int | None) -> Budgets:
+    """Return what training may take of each tier on this machine.
+
+    Without a budget of an accelerator that is what it has free, with what torch has taken of it: for the
+    model, which moves into chunks, or to give out again.
+
+    Args:
+        options: Budgets, where the user gave them.
+        device: Where models compute.
+        disk: Bytes of files: None for no limit, 0 for no files.
+    """
+    if options.device_budget is not None:
+        return Budgets(device=options.device_budget, host=options.host_budget, disk=disk)
+    if device.type == "cpu":
         return Budgets(device=options.host_budget or NO_LIMIT, host=0, disk=disk)
-    budget = options.device_budget
-    if budget is None:
-        free, _ = torch.cuda.mem_get_info(tiers.device.device)
-        budget = free + torch.cuda.memory_allocated(tiers.device.device)
-    return Budgets(device=budget, host=options.host_budget, disk=disk)
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return Budgets(device=free + module.memory_reserved(device), host=options.host_budget, disk=disk)
+
+
+def disk_budget(options: Gemini) -> int | None:
+    """Return the bytes that are free for files: None where the folder is not there, 0 where none is named."""
+    folder = None if options.disk is None else Path(options.disk)
+    if folder is None:
+        return 0
+    return shutil.disk_usage(folder).free if folder.is_dir() else None
+
+
+def measure(options: Gemini, device: torch.device) -> Rates:
+    """Return the rates of this machine; between ranks, those of :class:`Rates`.
+
+    Args:
+        options: Which tiers there are; their budgets do not matter.
+        device: Where models compute.
+    """
+    tiers = make_tiers(attrs.evolve(options, host_budget=None), device)
+    tiers.device.budget = None
+    try:
+        ways = measure_rates(tiers)
+    finally:
+        tiers.close()
+    found = {
+        "device_host": min(
+            (ways[way] for way in (("device", "host"), ("host", "device")) if way in ways), default=None
+        ),
+        "host_disk": min(
+            (ways[way] for way in (("host", "disk"), ("disk", "host")) if way in ways), default=None
+        ),
+        "host_update": measure_update(torch.device("cpu")),
+        "device_update": measure_update(device),
+        "compute": measure_compute(device),
+    }
+    return attrs.evolve(Rates(), **{name: rate for name, rate in found.items() if rate is not None})

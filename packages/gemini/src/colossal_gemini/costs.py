@@ -86,17 +86,24 @@ class States:
         gradient: Of the reduced gradient.
         master: Of wider copies of the values; 0 where values are wide enough.
         moments: Of what the optimizer keeps.
+        sums: Of gradients that are added up over several passes, where the update runs; see :meth:`held_for`.
     """
 
     value: int
     gradient: int = 0
     master: int = 0
     moments: int = 0
+    sums: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All of them, without sums."""
         return self.value + self.gradient + self.master + self.moments
+
+    def held_for(self, where: Arrangement, tier: Tier) -> int:
+        """Return what sums take in a tier; wide gradients on the host are added up where they live."""
+        is_inside = not self.master and where.gradient == where.update == "host"
+        return self.sums if where.update == tier and not is_inside else 0
 
 
 @final
@@ -119,13 +126,14 @@ class Arrangement:
     keeps_copy: bool = False
 
 
-def states_of(chunk: Chunk, *, ranks: int, optimizer_states: int = 2) -> States:
+def states_of(chunk: Chunk, *, ranks: int, optimizer_states: int = 2, adds_up: bool = False) -> States:
     """Return what one of some ranks keeps of a chunk.
 
     Args:
         chunk: The chunk.
         ranks: Among how many it is divided.
         optimizer_states: Moments that the optimizer keeps for each element, in fp32 at least.
+        adds_up: Whether a step adds up gradients of several passes.
     """
     span, wide = -(-chunk.numel // ranks), max(4, chunk.value_bytes)
     if not chunk.is_trainable:
@@ -135,6 +143,7 @@ def states_of(chunk: Chunk, *, ranks: int, optimizer_states: int = 2) -> States:
         gradient=span * chunk.value_bytes,
         master=span * wide if chunk.value_bytes < wide else 0,
         moments=span * wide * optimizer_states,
+        sums=span * wide if adds_up else 0,
     )
 
 

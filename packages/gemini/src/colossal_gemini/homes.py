@@ -115,6 +115,8 @@ class ChunkHome(RangeHome):
         values: This rank's shard of the values.
         gradient: That of the reduced gradient; None for frozen parameters.
         master: That of the masters; None where values are wide enough.
+        sums: That of gradients which are added up, at the worksite meanwhile; None for frozen parameters.
+        arrival: A gradient on the device that is added to sums; None for frozen parameters.
     """
 
     def __init__(
@@ -147,6 +149,8 @@ class ChunkHome(RangeHome):
         self.gradient = self._content("gradient", numel, dtype) if is_trainable else None
         wide = torch.promote_types(dtype, torch.float32)
         self.master = self._content("master", numel, wide) if is_trainable and wide != dtype else None
+        self.sums = self._content("sums", numel, wide) if is_trainable else None
+        self.arrival = self._content("arrival", numel, dtype) if is_trainable else None
         self._states: dict[int, tuple[str, Content]] = {}
         self._users: Counter[Content] = Counter()
         self._gradient_version = -1
@@ -282,13 +286,13 @@ class ChunkHome(RangeHome):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Iterate over the memory of all contents, in all tiers of memory, whether it is there or not."""
-        for content in self._all():
+        for content in (*self._all(), *self._passing()):
             for tier in (self.tiers.device, self.tiers.host):
                 yield content.tensor_in(tier)
 
     def close(self) -> None:
         """Give all memory back."""
-        for content in self._all():
+        for content in (*self._all(), *self._passing()):
             content.close()
         self._states.clear()
 
@@ -304,6 +308,10 @@ class ChunkHome(RangeHome):
         """Return all contents, those first that are needed first."""
         fixed = [content for content in (self.gradient, self.master, self.values) if content is not None]
         return fixed + [content for _, content in self._states.values()]
+
+    def _passing(self) -> list[Content]:
+        """Return the contents that no update needs."""
+        return [content for content in (self.sums, self.arrival) if content is not None]
 
     def _version(self, content: Content | None) -> int:
         """Return how often a content was written at the worksite, as torch counts."""
@@ -336,25 +344,33 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @final
 class TieredShard(Shard):
-    """This rank's part of the reduced gradients of one chunk, which leaves the device as it arrives."""
+    """This rank's part of the reduced gradients of one chunk, which leaves the device as it arrives.
+
+    What several rounds leave adds up where the update runs, within the budget of that memory.
+    """
 
     def __init__(self, held: OwnedRange, home: ChunkHome) -> None:
         """Take a range whose gradient lives in a tier."""
         super().__init__(held.buffer, held.start, held.gradient, is_inside=False)
         assert home.gradient is not None
+        assert home.sums is not None
+        assert home.arrival is not None
         self._held = held
         self._home = home
-        self._content = home.gradient
+        self._content, self._sums, self._arrival = home.gradient, home.sums, home.arrival
         self._device = home.tiers.device
 
     def receive(self) -> torch.Tensor:
         """Return memory on the device; besides what earlier rounds left, when there was one."""
-        arrival = self._content.tensor_in(self._device)
-        if self.has_result or self.is_awaited:
-            return torch.empty_like(arrival)
-        self.is_awaited = True
-        self._content.touch(self._device)
-        return arrival
+        first, later = (content.tensor_in(self._device) for content in (self._content, self._arrival))
+        if not (self.has_result or self.is_awaited):
+            self.is_awaited = True
+            self._content.touch(self._device)
+            return first
+        if self._arrival.has_room(self._device):  # this rank is more than a round ahead of another
+            return torch.empty_like(later)
+        self._arrival.touch(self._device)
+        return later
 
     def take(self, result: torch.Tensor) -> None:
         """Let the first result live where gradients do, and add later ones."""
@@ -366,6 +382,8 @@ class TieredShard(Shard):
         self.keep()
         if self.total is not None:
             self.total.add_(result.to(self.total.device))
+        if result is self._arrival.tensor_in(self._device):
+            self._arrival.discard()
 
     def restore(self) -> None:
         """Memory comes with what is in it."""
@@ -376,17 +394,32 @@ class TieredShard(Shard):
 
     def keep(self) -> None:
         """Let what is there be added to."""
-        if self.has_result and self.total is None:
-            wide = torch.promote_types(self._content.dtype, torch.float32)
-            with self._home.present("gradient"):
-                self.total = self._held.gradient.to(wide, copy=True)
+        if not self.has_result or self.total is not None:
+            return
+        worksite = self._home.worksite
+        is_apart = worksite is not self._device  # where one rank has its unreduced gradients
+        if is_apart and self._is_wide and self._content.home is worksite:
+            self.total = self._held.gradient
+            return
+        self._sums.touch(worksite)
+        self.total = self._sums.tensor_in(worksite)
+        with self._home.present("gradient"):
+            self.total.copy_(self._held.gradient)
 
     def settle(self) -> None:
         """Bring the total of several rounds into the gradient."""
-        if self.total is not None:
+        if self.total is self._held.gradient:
+            self._content.wrote(self._home.worksite)
+        elif self.total is not None:
             with self._home.present("gradient"):
                 self._held.gradient.copy_(self.total)
+        self._sums.discard()
         self.total, self.has_result = None, False
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether gradients are as wide as sums."""
+        return self._sums.dtype == self._content.dtype
 
     def part_of(self, slot: Slot) -> torch.Tensor:
         """Return what this rank holds of a parameter in the total of several rounds; may be empty."""

@@ -48,7 +48,8 @@ class FrugalLane(ScatteredLane):
 
     def _send_old(self, index: int) -> None:
         """Send buffers of units that backward has left."""
-        while self._on_their_way and self._on_their_way[0].index is not None:
+        # Who has sent a buffer has sent the closing message of the round before, so that has come as well.
+        while any(message.index is not None for message in self._on_their_way):
             self._collect_first()
         unit = self.buffers[index].kind.unit
         held = [

@@ -21,7 +21,7 @@ from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.flat import FlatBuffer
 from colossal_core.runtime.ranges import OwnedRange
 from colossal_core.runtime.unit_manager import AbstractUnitManager
-from colossal_gemini.budgeting import make_tiers, tier_budgets
+from colossal_gemini.budgeting import budgets_of, make_tiers
 from colossal_gemini.contents import Tiers
 from colossal_gemini.course import Course, Phase
 from colossal_gemini.eviction import Plan, simulate
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from colossal_core.runtime.precision import Precision
     from colossal_core.runtime.shard import Shard
     from colossal_core.runtime.table import Entry, ParameterTable
+    from colossal_gemini.costs import Rates
     from colossal_gemini.options import Gemini
 
 __all__ = ["GeminiManager"]
@@ -74,6 +75,7 @@ class GeminiManager(AbstractUnitManager):
         self._seen: Trace | None = None
         self._left: set[int] = set()
         self._moved: dict[str, int] = {}
+        self._rates: Rates | None = None
         self._placement: Placement | None = None
 
     # --- set-up ---------------------------------------------------------------------------------------------
@@ -88,7 +90,9 @@ class GeminiManager(AbstractUnitManager):
         super().attach(models, optimizers, context)
         self._number_chunks()
         if self.options.trace is not None:
-            self._expect(FitReport.load(self.options.trace).trace)
+            report = FitReport.load(self.options.trace)
+            self._rates = report.rates
+            self._expect(report.trace)
 
     @property
     def plan(self) -> Plan | None:
@@ -336,8 +340,9 @@ class GeminiManager(AbstractUnitManager):
     def _place(self, trace: Trace) -> Placement:
         """Let everything live, and be updated, where that saves most."""
         ranks = max((held.buffer.num_shards for held in self._ranges()), default=1)
-        budgets = tier_budgets(self.tiers, self.options)
-        placement = place(trace, budgets, ranks=ranks, policy=self.options.placement)
+        disk = 0 if self.tiers.disk is None else self.tiers.disk.budget
+        budgets = budgets_of(self.options, self._context.mesh.device, disk)
+        placement = place(trace, budgets, ranks=ranks, rates=self._rates, policy=self.options.placement)
         states = {
             held: owned.driver.states_in(held)
             for owned in self._owned

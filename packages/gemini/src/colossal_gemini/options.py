@@ -76,7 +76,8 @@ class Gemini:
         keep_float32: Sequence[str] = (),
         optimizer_states: int = 2,
         recompute: bool = False,
-        rates: Rates | None = None,
+        accumulate: int = 1,
+        rates: Rates | Literal["measured"] | None = None,
     ) -> FitReport:
         """Say whether a model trains within these budgets, what will live where, and what that costs.
 
@@ -92,7 +93,9 @@ class Gemini:
             keep_float32: That of the plan.
             optimizer_states: States per element that the optimizer keeps: 2 for Adam, 1 for momentum.
             recompute: Whether the plan has ``Recompute()``.
-            rates: Bytes per second of links and updates; those of an accelerator on PCIe 4 by default.
+            accumulate: That of the plan: passes whose gradients add up before an update.
+            rates: Bytes per second of links and updates; those of an accelerator on PCIe 4 by default,
+                ``"measured"`` for those of this machine, which takes a second.
 
         Returns:
             The report: printed, it is a table. When the model does not fit, it says by how much, in which
@@ -114,5 +117,6 @@ class Gemini:
             keep_float32=keep_float32,
             optimizer_states=optimizer_states,
             recompute=recompute,
+            accumulate=accumulate,
             rates=rates,
         )

@@ -76,7 +76,7 @@ class Placement:
         found = dict.fromkeys(("values", "gradients", "masters", "moments"), 0)
         for where, states in zip(self.chunks, self.states, strict=True):
             found["values"] += states.value * (where.value == tier)
-            found["gradients"] += states.gradient * (where.gradient == tier)
+            found["gradients"] += states.gradient * (where.gradient == tier) + states.held_for(where, tier)
             found["masters"] += states.master * (where.state == tier)
             found["moments"] += states.moments * (where.state == tier)
         return found
@@ -160,9 +160,11 @@ def _make_placers(
     staging: int | None,
 ) -> list[_Placer]:
     """Return who places, without and with updates on the device of what does not live there."""
-    states = tuple(states_of(c, ranks=ranks, optimizer_states=optimizer_states) for c in trace.chunks)
+    terms = {"ranks": ranks, "optimizer_states": optimizer_states}
+    states = tuple(states_of(chunk, **terms, adds_up=trace.adds_up) for chunk in trace.chunks)
     if staging is None:
-        staging = 2 * max((one.value for one in states), default=0) if ranks > 1 else 0
+        uses_some = ranks > 1 or trace.adds_up
+        staging = 2 * max((one.value for one in states), default=0) if uses_some else 0
     has_host, rates = budgets.host != 0, Rates() if rates is None else rates
     return [
         _Placer(trace, budgets, states, staging, Prices(rates, ranks, has_host, streams=streams))
@@ -200,7 +202,7 @@ class _Placer:
         first = self._lower[-1] if is_static else self._lower[0]
         chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
         low = find_peak(self._trace, self._room_with(chosen)).total
-        high = low + sum(states.total for states in self._states)
+        high = low + sum(states.total + states.sums for states in self._states)
         if self._succeeds(low, is_static=is_static):
             return low
         if not self._succeeds(high, is_static=is_static):
@@ -315,7 +317,7 @@ class _Placer:
     def _fixed_bytes(self, chunk: int, where: Arrangement) -> int:
         """Return what lives on the device all the time, without values that are never divided."""
         states = self._states[chunk]
-        fixed = states.gradient * (where.gradient == "device")
+        fixed = states.gradient * (where.gradient == "device") + states.held_for(where, "device")
         fixed += (states.master + states.moments) * (where.state == "device")
         return fixed + states.value * (where.value == "device" and self._prices.ranks > 1)
 
@@ -417,7 +419,7 @@ class _Placer:
     @staticmethod
     def _bytes_of(tier: Tier, where: Arrangement, states: States) -> int:
         """Return what of one chunk lives in a tier."""
-        kept = (states.master + states.moments) * (where.state == tier)
+        kept = (states.master + states.moments) * (where.state == tier) + states.held_for(where, tier)
         return kept + states.value * (where.value == tier) + states.gradient * (where.gradient == tier)
 
     def _host_staging(self, chosen: Sequence[Arrangement]) -> int:

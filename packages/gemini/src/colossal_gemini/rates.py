@@ -1,10 +1,11 @@
-"""How fast bytes move between tiers, measured on this machine."""
+"""How fast bytes move between tiers, and how fast what uses them is, measured on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -12,7 +13,7 @@ from colossal_core.errors import MemoryBudgetError
 from colossal_core.runtime.arena import Arena
 from colossal_gemini.contents import Content, Tier, Tiers
 
-__all__ = ["measure_rates"]
+__all__ = ["measure_compute", "measure_rates", "measure_update"]
 
 _SAMPLES = 5
 _NUM_BYTES = 8 << 20
@@ -57,7 +58,7 @@ def _measure(tiers: Tiers, source: Tier, target: Tier, num_bytes: int) -> float:
         for _ in range(_SAMPLES):
             start = time.perf_counter()
             content.bring(target)
-            _wait_for(target)
+            _wait(target.device if isinstance(target, Arena) else torch.device("cpu"))
             samples.append(time.perf_counter() - start)
             content.settle()
         return statistics.median(samples)
@@ -65,7 +66,36 @@ def _measure(tiers: Tiers, source: Tier, target: Tier, num_bytes: int) -> float:
         content.close()
 
 
-def _wait_for(tier: Tier) -> None:
+def measure_update(device: torch.device, *, numel: int = 1 << 21) -> float:
+    """Return the bytes per second that an update in fp32 reads and writes: values, gradient, two moments."""
+    weight = torch.nn.Parameter(torch.zeros(numel, device=device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    return 7 * weight.nbytes / _median(optimizer.step, device)  # three are read and written, one is read
+
+
+def measure_compute(device: torch.device, *, width: int = 768) -> float:
+    """Return the floating point operations per second of a product of matrices: in bf16 on accelerators."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    matrix = torch.zeros(width, width, dtype=dtype, device=device)
+    return 2 * width**3 / _median(lambda: torch.mm(matrix, matrix), device)
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median of the seconds that a call takes, after a first one."""
+    call()
+    samples = []
+    for _ in range(_SAMPLES):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _wait(device: torch.device) -> None:
     """Wait until a device has done what it was told."""
-    if isinstance(tier, Arena) and tier.device.type != "cpu":
-        torch.get_device_module(tier.device).synchronize()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

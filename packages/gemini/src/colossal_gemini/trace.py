@@ -8,6 +8,7 @@ or from the first real step; nothing that reads it can tell which.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
@@ -91,6 +92,29 @@ class Trace:
         if moment.phase == "update":
             return frozenset(moment.needs)
         return frozenset((*moment.needs, *(chunk.index for chunk in self.chunks if chunk.is_pinned)))
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several backward passes, or of late parts of one, are added up.
+
+        So it is where backward begins twice, or where a chunk's unreduced gradient comes back.
+        """
+        phases = [moment.phase for moment in self.moments]
+        if sum(pair == ("forward", "backward") for pair in itertools.pairwise(phases)) > 1:
+            return True
+        held, left = set[int](), set[int]()
+        for moment in self.moments:
+            left |= held.difference(moment.gradients)
+            held = set(moment.gradients)
+            if held & left:
+                return True
+        return False
+
+    def repeated(self, times: int) -> Trace:
+        """Return the step with so many passes before its update."""
+        passes = [moment for moment in self.moments if moment.phase != "update"]
+        update = self.moments[len(passes) :]
+        return attrs.evolve(self, moments=(*passes * times, *update), extents=self.extents * times)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what :meth:`from_dict` reads, as JSON can hold it."""
