@@ -48,6 +48,10 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call with fp64 in the place of fp32."""
         keywords = dict(kwargs or {})
+        if func is torch.Tensor.backward:
+            call: Any = func
+            with self:  # blocks that are recomputed run once more in there
+                return call(*args, **keywords)
         if func is torch.Tensor.float:
             return args[0].double()
         if keywords.get("dtype") is torch.float32:

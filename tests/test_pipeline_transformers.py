@@ -40,6 +40,18 @@ KINDS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         },
     ),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "vocab_size": 31, "num_key_value_heads": 1}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {
+            **SIZES,
+            "vocab_size": 31,
+            "num_key_value_heads": 1,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",  # the others take no fp64
+        },
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
@@ -73,6 +85,7 @@ CASES = [
     ("gpt2", Pipeline(degree=3, microbatches=4, schedule="zbh1")),
     ("gpt2", Pipeline(degree=2, microbatches=2, schedule="interleaved", chunks=2)),
     ("llama", Pipeline(degree=2, microbatches=3, schedule="zbv", chunks=2)),
+    ("mixtral", Pipeline(degree=3, microbatches=2)),
     ("t5", Pipeline(degree=4, microbatches=3)),
     ("t5", Pipeline(degree=3, microbatches=3, schedule="zbh1")),
     ("bert", Pipeline(degree=2, microbatches=2)),

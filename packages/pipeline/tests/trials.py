@@ -87,6 +87,11 @@ def train_by_hand(run: Run, number: int) -> Outcome:
     )
 
 
+def call_of(batch: Any) -> Any:
+    """Return how a batch becomes a call."""
+    return split_batch(batch, torch.device("cpu"))
+
+
 def boost(run: Run, pieces: Sequence[object], **settings: Any) -> tuple[Booster, Any]:
     """Boost a run; returns the Booster and the boosted optimizer."""
     keywords = {"precision": "fp64", "max_grad_norm": BOUND, "registry": make_registry(), **settings}

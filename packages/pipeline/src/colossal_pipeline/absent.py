@@ -21,7 +21,11 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import CapabilityError
 
-__all__ = ["Absent", "run_on_shadows"]
+__all__ = ["Absent", "NeedsValuesError", "run_on_shadows"]
+
+
+class NeedsValuesError(CapabilityError):
+    """Code looks at a value of a tensor that is not there."""
 
 
 class Absent(torch.Tensor):
@@ -89,7 +93,7 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         kwargs: Its keyword arguments.
 
     Raises:
-        CapabilityError: The operation needs values.
+        NeedsValuesError: The operation needs values.
     """
     originals: dict[int, torch.Tensor] = {}
     device: torch.device | None = None
@@ -124,9 +128,9 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return pytree.tree_map(lift, results)
 
 
-def _refusal(call: str, reason: str = "") -> CapabilityError:
+def _refusal(call: str, reason: str = "") -> NeedsValuesError:
     """Return the error for an operation that needs values."""
-    return CapabilityError(
+    return NeedsValuesError(
         f"{call} needs the values of a tensor that another pipeline stage computes"
         + (f" ({reason})" if reason else ""),
         hint="move code that looks at values into a module, or keep both modules on one stage with "

@@ -4,7 +4,7 @@ The one idea: the user's forward runs once with parameters that are absent (:mod
 so it allocates nothing and computes shapes only, while a dispatch mode follows from which outputs of
 items, and from which parameters outside of items, every tensor is made. The batch itself is real, so code
 that looks at masks and lengths works. Nothing of the model changes: buffers are not written, random numbers
-not drawn.
+not drawn. What needs values inside an item is guessed (:mod:`~colossal_pipeline.opaque`).
 
 # Note [Taints]
 What a tensor is made of is noted for its memory, not for the object: views share it, and writing in place
@@ -32,6 +32,7 @@ from colossal_core.runtime.swapping import kept_attributes, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent, run_on_shadows
 from colossal_pipeline.flow import Call, Flow, LeafKey, LeafSpec, Slot, list_leaves
+from colossal_pipeline.opaque import guessed_where_values_are_needed
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call as ModelCall
@@ -86,6 +87,7 @@ def trace(
             stack.enter_context(view(model))
         for item in items:
             stack.enter_context(tracer.watch(item))
+        stack.enter_context(guessed_where_values_are_needed(items, tracer.count))
         stack.enter_context(torch.set_grad_enabled(trains))
         stack.enter_context(tracer)
         outputs = model(*call.args, **call.kwargs)
@@ -154,9 +156,8 @@ class _Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         results = run_on_shadows(func, args, kwargs)
         count = flop_registry.get(func.overloadpacket)
-        if count is not None and self._running:
-            name = self._running[-1]
-            self.flops[name] = self.flops.get(name, 0.0) + count(*args, **kwargs, out_val=results)
+        if count is not None:
+            self.count(count(*args, **kwargs, out_val=results))
         for leaf in (*written, *pytree.tree_leaves(results)):
             if isinstance(leaf, torch.Tensor):
                 self._taint(leaf, self._sources(leaf) | sources)
@@ -164,6 +165,12 @@ class _Tracer(TorchDispatchMode):
             self._leaves[_storage_of(leaf)] for leaf in written if _storage_of(leaf) in self._leaves
         )
         return results
+
+    def count(self, flops: float) -> None:
+        """Add operations to those of the item that runs."""
+        if self._running:
+            name = self._running[-1]
+            self.flops[name] = self.flops.get(name, 0.0) + flops
 
     @contextmanager
     def watch(self, item: Item) -> Iterator[None]:
