@@ -49,9 +49,9 @@ class Wide(TorchFunctionMode):
         """Call with fp64 in the place of fp32."""
         keywords = dict(kwargs or {})
         if func is torch.Tensor.backward:
-            call: Any = func
+            gradient = keywords.pop("gradient", None)
             with self:  # blocks that are recomputed run once more in there
-                return call(*args, **keywords)
+                return torch.autograd.backward(args[0], gradient, **keywords)
         if func is torch.Tensor.float:
             return args[0].double()
         if keywords.get("dtype") is torch.float32:
