@@ -8,6 +8,9 @@ Bytes are measured in processes of their own: those of tensors that are alive be
 much resident memory has grown at most within a step, which decides what fits.
 
     python -m benchmarks.zero [--ranks 2 4] [--widths 384 768] [--rounds 9] [--json F] [--sweep]
+
+Parts may be run one by one (``--parts``, ``--groups``, one width or number of ranks): the file keeps
+what was measured before, and ``--parts`` without a value prints what it holds.
 """
 
 from __future__ import annotations
@@ -299,94 +302,128 @@ def build_peers() -> None:
 # --- judging ------------------------------------------------------------------------------------------------
 
 
-def judge(ranks: int, name: str, medians: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, Any]:
+def judge(name: str, medians: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Compare one of ours with the peers that it has to beat."""
     peers = {other: value for other, value in medians.items() if other in STAGES and other not in OURS}
     at_least = {other: value for other, value in peers.items() if STAGES[other] >= STAGES[name]}
     best = min(at_least, key=lambda other: at_least[other])
     floor = medians["floor"]
     found: dict[str, Any] = {
-        "system": name,
-        "ranks": ranks,
-        "ms": 1e3 * medians[name],
         "best_peer": best,
-        "best_peer_ms": 1e3 * at_least[best],
         "ratio": medians[name] / at_least[best],
         "above_floor_ratio": (medians[name] - floor) / (at_least[best] - floor),
-        "peak_bytes": sizes.get(name),
     }
     if "ddp" in peers:
         found["ddp_ratio"] = medians[name] / peers["ddp"]
     smaller = [other for other in sizes if other not in OURS and STAGES[other] <= STAGES[name]]
-    found["not_below"] = [other for other in smaller if sizes[name] >= sizes[other]]
+    found["not_below"] = [other for other in smaller if name in sizes and sizes[name] >= sizes[other]]
     return found
 
 
-def compare(ranks: int, width: int, rounds: int, *, times_only: bool) -> list[dict[str, Any]]:
-    """Measure all systems on some ranks, print the table, and return what it says."""
-    print(f"\nwidth {width}, {ranks} ranks, {rounds} rounds", flush=True)
-    groups = [[name for name in group if IS_COMPLETE or "deepspeed" not in name] for group in GROUPS]
-    names = [] if times_only else [name for name in STAGES if any(name in group for group in groups)]
-    memory = {name: run_workers(ranks, width, [name], 0, bytes_only=True) for name in names}
+class Report:
+    """What was measured so far, in a file: parts of the benchmark may be run one by one."""
+
+    def __init__(self, path: Path) -> None:
+        """Go on with what the file holds, if it is of this machine and this version of torch."""
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        self.path = path
+        self.content: dict[str, Any] = {"torch": torch.__version__, "machine": machine}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if all(found.get(key) == value for key, value in self.content.items()):
+                self.content = found
+
+    def of(self, kind: str, case: str) -> dict[str, Any]:
+        """Return what is known of one case, by system or by group of systems."""
+        found: dict[str, Any] = self.content.setdefault(kind, {}).setdefault(case, {})
+        return found
+
+    def put(self, kind: str, case: str, name: str, value: Any) -> None:
+        """Keep one measurement, in place of an earlier one."""
+        self.of(kind, case)[name] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+
+
+def name_case(ranks: int, width: int) -> str:
+    """Return the name of a case in the report."""
+    return f"{ranks} ranks, width {width}"
+
+
+def compare(report: Report, ranks: int, width: int, arguments: argparse.Namespace) -> None:
+    """Measure all systems on some ranks, and print the table."""
+    case = name_case(ranks, width)
+    groups = [
+        [name for name in GROUPS[number] if IS_COMPLETE or "deepspeed" not in name]
+        for number in arguments.groups
+    ]
+    if "bytes" in arguments.parts:
+        for name in [name for name in STAGES if any(name in group for group in groups)]:
+            report.put("bytes", case, name, run_workers(ranks, width, [name], 0, bytes_only=True))
+    if "times" in arguments.parts:
+        for number, group in zip(arguments.groups, groups, strict=True):
+            found = run_workers(ranks, width, group, arguments.rounds, bytes_only=False)
+            report.put("times", case, str(number), found)
+    show(report, case)
+
+
+def show(report: Report, case: str) -> None:
+    """Print what is known of one case."""
+    memory = report.of("bytes", case)
     sizes = {name: found["peak_bytes"] for name, found in memory.items()}
-    results = []
-    for group in groups:
-        found = run_workers(ranks, width, group, rounds, bytes_only=False)
+    groups = sorted(report.of("times", case).items())
+    for _, found in groups:
         medians = {name: statistics.median(times) for name, times in found["seconds"].items()}
-        for name in group:
-            found_bytes = memory.get(name)
-            size = "" if found_bytes is None else f"{found_bytes['live_bytes'] / 1e6:8.1f} MB between steps, "
-            peak = "" if found_bytes is None else f"{found_bytes['peak_bytes'] / 1e6:7.1f} MB at most"
-            print(f"  {name:11} {1e3 * medians[name]:8.1f} ms  {size}{peak}", flush=True)
-        for name in (one for one in group if one in OURS):
-            verdict = judge(ranks, name, medians, sizes)
-            results.append(
-                {
-                    **verdict,
-                    "width": width,
-                    "seconds": found["seconds"],
-                    "losses": found["losses"],
-                    "bytes": memory,
-                }
-            )
+        print(f"\n{case}, {len(found['seconds']['floor'])} rounds", flush=True)
+        for name, median in medians.items():
+            size = ""
+            if name in memory:
+                size = f"{memory[name]['live_bytes'] / 1e6:8.1f} MB between steps, "
+                size += f"{memory[name]['peak_bytes'] / 1e6:7.1f} MB at most"
+            print(f"  {name:11} {1e3 * median:8.1f} ms  {size}", flush=True)
+        for name in (one for one in medians if one in OURS):
+            verdict = judge(name, medians, sizes)
+            report.put("verdicts", case, name, verdict)
             against = f", {verdict['ddp_ratio']:.3f} of DDP" if "ddp_ratio" in verdict else ""
             below = f"NOT below {', '.join(verdict['not_below'])}" if verdict["not_below"] else "below all"
             print(
                 f"  -> {name}: {verdict['ratio']:.3f} of {verdict['best_peer']}, above the floor "
                 f"{verdict['above_floor_ratio']:.3f}{against}"
-                + ("" if times_only else f", peak {below} that divide no more"),
+                + (f", peak {below} that divide no more" if name in sizes else ""),
                 flush=True,
             )
-    return results
 
 
-def sweep(rounds: int) -> list[dict[str, Any]]:
+def sweep(report: Report, arguments: argparse.Namespace) -> None:
     """Show how step time and bytes grow with ranks and with parameters."""
     print("\nranks, width: step time and live bytes of a rank", flush=True)
-    cases = [(ranks, 384) for ranks in (1, 2, 4, 8)] + [(2, width) for width in (192, 384, 768, 1088)]
-    results = []
-    for (ranks, width), name in itertools.product(dict.fromkeys(cases), OURS):
-        times = run_workers(ranks, width, [name], rounds, bytes_only=False)["seconds"][name]
-        size = run_workers(ranks, width, [name], 0, bytes_only=True)["live_bytes"]
-        numel = sum(parameter.numel() for parameter in make_model(width).parameters())
-        results.append(
-            {"ranks": ranks, "width": width, "numel": numel, "system": name, "seconds": times, "bytes": size}
-        )
-        print(
-            f"  {ranks} ranks, {numel / 1e6:6.1f}M parameters, {name}: "
-            f"{1e3 * statistics.median(times):8.1f} ms, {size / numel:6.2f} bytes per parameter",
-            flush=True,
-        )
-    return results
+    cases = [(ranks, 384) for ranks in (1, 2, 4, 8)] + [(2, width) for width in (192, 768, 1088)]
+    for (ranks, width), name in itertools.product(cases, OURS):
+        case = name_case(ranks, width)
+        if ranks in (arguments.ranks or [ranks]) and width in (arguments.widths or [width]):
+            times = run_workers(ranks, width, [name], arguments.rounds, bytes_only=False)["seconds"][name]
+            size = run_workers(ranks, width, [name], 0, bytes_only=True)
+            numel = sum(parameter.numel() for parameter in make_model(width).parameters())
+            report.put("sweep", case, name, {"numel": numel, "seconds": times, **size})
+        if name in report.of("sweep", case):
+            found = report.of("sweep", case)[name]
+            print(
+                f"  {ranks} ranks, {found['numel'] / 1e6:6.1f}M parameters, {name}: "
+                f"{1e3 * statistics.median(found['seconds']):8.1f} ms, "
+                f"{found['live_bytes'] / found['numel']:6.2f} bytes per parameter between steps, "
+                f"{found['peak_bytes'] / found['numel']:6.2f} at most",
+                flush=True,
+            )
 
 
 def main() -> None:
-    """Run all cases, print their tables and store everything as JSON."""
+    """Run cases, print their tables and store everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--widths", type=int, nargs="+", default=[384, 768])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[], help="2 and 4 by default")
+    parser.add_argument("--widths", type=int, nargs="+", default=[], help="384 and 768 by default")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--times-only", action="store_true", help="do not measure bytes")
+    parser.add_argument("--parts", choices=["times", "bytes"], nargs="*", default=["times", "bytes"])
+    parser.add_argument("--groups", type=int, choices=range(len(GROUPS)), nargs="+", default=[0, 1])
     parser.add_argument("--sweep", action="store_true", help="only show how ours grow")
     parser.add_argument("--json", type=Path, default=Path("runs/bench_zero.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -400,19 +437,12 @@ def main() -> None:
         build_peers()
     else:
         print("deepspeed is not installed, and left out")
+    report = Report(arguments.json)
     if arguments.sweep:
-        cases = sweep(arguments.rounds)
+        sweep(report, arguments)
     else:
-        pairs = itertools.product(arguments.widths, arguments.ranks)
-        cases = [
-            case
-            for width, ranks in pairs
-            for case in compare(ranks, width, arguments.rounds, times_only=arguments.times_only)
-        ]
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    report = {"torch": torch.__version__, "machine": machine, "cases": cases}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        for width, ranks in itertools.product(arguments.widths or [384, 768], arguments.ranks or [2, 4]):
+            compare(report, ranks, width, arguments)
 
 
 if __name__ == "__main__":

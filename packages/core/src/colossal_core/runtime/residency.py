@@ -182,10 +182,10 @@ class Residency:
             self._hear_of_end()
             self._make_room(wanted)
             self._start(unit)
-            self._finish(unit)
             if not is_in_backward():
                 self._note_order(unit)
-            self._ahead(unit)
+            self._ahead(unit)  # before the wait, so that others need not wait for this rank then
+            self._finish(unit)
 
     def rerun(self, module: nn.Module) -> None:
         """Gather what a module reads before its forward runs again without its hooks."""
@@ -236,7 +236,8 @@ class Residency:
                 f"parameter {slot.name!r} was updated after the forward whose backward runs now",
                 hint="run backward before optimizer.step(), or run forward again",
             )
-        self.ensure((saved.home.unit,))
+        if saved.home.unit.state != "resident":
+            self.ensure((saved.home.unit,))
         return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
 
     def _hear_of_end(self) -> None:
