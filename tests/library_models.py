@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from colossal_core import Booster
@@ -48,10 +49,13 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call with fp64 in the place of fp32."""
         keywords = dict(kwargs or {})
-        if func is torch.Tensor.backward:
-            gradient = keywords.pop("gradient", None)
-            with self:  # blocks that are recomputed run once more in there
-                return torch.autograd.backward(args[0], gradient, **keywords)
+        if func is torch.Tensor.backward:  # in which recomputed blocks run once more; theirs leaves this mode
+            gradient = torch.ones_like(args[0]) if keywords["gradient"] is None else keywords["gradient"]
+            flags = (bool(keywords["retain_graph"]), keywords["create_graph"])
+            with self:
+                return _engine_run_backward(
+                    (args[0],), (gradient,), *flags, (), allow_unreachable=True, accumulate_grad=True
+                )
         if func is torch.Tensor.float:
             return args[0].double()
         if keywords.get("dtype") is torch.float32:

@@ -324,6 +324,26 @@ def test_nested_arguments_that_changed_before_backward_are_refused() -> None:
         outputs["rows"].sum().backward()
 
 
+class KeyValueCache:
+    """Looks like one of transformers."""
+
+    def get_seq_length(self) -> int:
+        """Return that nothing is in it."""
+        return 0
+
+
+def test_a_cache_of_keys_and_values_is_refused_where_it_would_be_written_twice() -> None:
+    """The error names the setting; without gradients nothing is recomputed."""
+    _, model, _ = boost(build(Conversation), Recompute())
+    mask = torch.ones(6)
+
+    with pytest.raises(CapabilityError, match=r"block 'blocks\.0' is given a KeyValueCache") as caught:
+        model.blocks[0](torch.ones(2, 6), KeyValueCache(), mask=mask)
+    assert "use_cache = False" in caught.value.hint
+    with torch.no_grad(), pytest.raises(TypeError):  # of the block, which takes something else
+        model.blocks[0](torch.ones(2, 6), KeyValueCache(), mask=mask)
+
+
 # --- the user's objects ---------------------------------------------------------------------------------
 
 

@@ -220,9 +220,24 @@ class _Recomputation:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes by itself, and traces no bookkeeping
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        self._refuse_caches(args, kwargs)
         run = _Run(self, block, forward, len(args), tuple(kwargs))
         # Positional, since that is where the checkpoint looks for devices and guards tensors against changes.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+    def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse caches of keys and values, which the second run would write once more.
+
+        Raises:
+            CapabilityError: There is one.
+        """
+        for argument in (*args, *kwargs.values()):
+            if callable(getattr(argument, "get_seq_length", None)):  # what all of transformers' have
+                raise CapabilityError(
+                    f"block {self.name!r} is given a {type(argument).__name__}, and would write its keys and "
+                    "values once more when it is recomputed",
+                    hint="train without it: model.config.use_cache = False",
+                )
 
 
 @final
