@@ -136,14 +136,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="model types, or class names")
     parser.add_argument("--degree", type=int, default=2)
     parser.add_argument("--sequence", action="store_true", help="also divide what lies between the layers")
-    parser.add_argument("--json", type=Path, help="write the verdicts here")
+    parser.add_argument("--json", type=Path, help="write the verdicts here, and keep those that are there")
     parser.add_argument("--table", type=Path, help="write a page of documentation here")
     chosen = parser.parse_args()
     from colossal_testkit.ranks import run_ranks
 
-    found = []
+    path = chosen.json
+    found = json.loads(path.read_text()) if path is not None and path.exists() else []
+    known = {row["name"] for row in found}
     for task, kind, name in list_architectures():
         if chosen.only and kind not in chosen.only and name not in chosen.only:
+            continue
+        if name in known:
             continue
         try:
             given = (task, name, chosen.degree, chosen.sequence)
@@ -151,6 +155,8 @@ def main() -> None:
         except Exception as err:  # noqa: BLE001 - one architecture must not end the others
             verdict = {"verdict": "wrong", "reason": str(err)[:1500]}
         found.append({"task": task, "kind": kind, "name": name, **verdict})
+        if path is not None:
+            path.write_text(json.dumps(found, indent=1) + "\n")
         print(
             f"{task:8} {name:45} {verdict['verdict']:10} {verdict.get('cut', '')} {verdict['reason'][:300]}",
             flush=True,
@@ -159,8 +165,6 @@ def main() -> None:
     for row in found:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
     print(counts)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     if chosen.table:
         chosen.table.write_text(make_page(found, chosen.degree))
 

@@ -157,6 +157,33 @@ def test_models_without_tokens_are_refused() -> None:
     assert "leave sequence=True out" in caught.value.hint
 
 
+class Borrowing(nn.Module):
+    """A head that is given a table, and has a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(41))
+
+    def forward(self, hidden: torch.Tensor, table: nn.Embedding) -> torch.Tensor:
+        """Map hidden features to logits."""
+        return hidden @ table.weight.T + self.bias
+
+
+class Lender(nn.Module):
+    """A model whose head borrows its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.first, self.head = nn.Embedding(41, 12), Scaled(12), Borrowing()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ids to logits."""
+        hidden = self.first(self.tokens(ids))
+        logits: torch.Tensor = self.head(hidden + self.first(self.down(F.gelu(self.up(hidden)))), self.tokens)
+        return logits
+
+
 class Shared(nn.Module):
     """A vector that scales what enters, which is whole, and again what lies between the layers."""
 
@@ -174,17 +201,18 @@ class Shared(nn.Module):
         return logits
 
 
-def build_shared() -> Workload:
-    """Return a run of it."""
+def build_shared(kind: type[nn.Module]) -> Workload:
+    """Return a run of a model whose modules share weights."""
     work = build_workload("gpt", num_steps=3)
-    model = Shared().double()
+    model = kind().double()
     randomise(model, seed=4)
     return evolve(work, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def test_weights_that_several_modules_share_are_exact() -> None:
-    """One of the modules reads whole sequences, so the gradient is no share."""
-    recipe = Recipe(builder=build_shared)
+@pytest.mark.parametrize("kind", [Shared, Lender])
+def test_weights_that_several_modules_share_are_exact(kind: type[nn.Module]) -> None:
+    """One of the modules reads whole sequences, or weights that it does not have: no gradient is a share."""
+    recipe = Recipe(builder=build_shared, arguments={"kind": kind})
     piece = TensorParallel(degree=2, sequence=True)
 
     check_parity(recipe, nproc=2, pieces=[piece], registry=make_registry)

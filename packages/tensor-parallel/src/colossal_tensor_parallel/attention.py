@@ -92,7 +92,7 @@ def choose_attentions(
         role = roles.get(last_layer(name))
         reason = None
         if role is not None and role.cut == "whole":
-            reason = "the plan says so"
+            reason = f"{role.source} says so"
         elif not name:
             reason = "it is the whole model"
         elif any(num_owners[parameter] > 1 for parameter in module.parameters()):

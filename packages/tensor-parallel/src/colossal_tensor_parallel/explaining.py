@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from attrs import frozen
 
+from colossal_core.plugins.registry import Registry
 from colossal_tensor_parallel.decisions import Decision, ModelPlan
 from colossal_tensor_parallel.examples import Example
 from colossal_tensor_parallel.groups import list_layers
@@ -101,6 +102,7 @@ def explain(
     plan: Mapping[str, str] | None = None,
     batch: Any = None,
     sequence: bool = False,
+    registry: Registry | None = None,
 ) -> Explanation:
     """Print what ``TensorParallel(degree)`` would do to a model, and return it; nothing is changed.
 
@@ -111,6 +113,7 @@ def explain(
         batch: What the model's forward takes: a tensor, a tuple of arguments, or a mapping of keyword
             arguments. Guessed when None.
         sequence: As for :class:`~colossal_tensor_parallel.TensorParallel`.
+        registry: Where sharding policies come from; by default every installed plugin that is enabled here.
 
     Returns:
         The rows that were printed.
@@ -119,7 +122,8 @@ def explain(
         UsageError: A pattern matches nothing, or heads do not divide.
         CapabilityError: Nothing can be cut, or nothing divided along the sequence.
     """
-    made = plan_model(model, degree, plan, _example_of(batch), sequence=sequence)
+    policies = (registry or Registry.discover()).records("sharding_policy")
+    made = plan_model(model, degree, plan, _example_of(batch), sequence=sequence, policies=policies)
     found = describe(model, made, degree)
     sys.stdout.write(f"{found}\n")
     return found

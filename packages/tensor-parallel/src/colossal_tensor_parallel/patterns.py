@@ -1,4 +1,4 @@
-"""Roles by patterns of names: those of the user, and those that models of the transformers library carry."""
+"""Roles by patterns of names: of the user, of policies of plugins, and of models of transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from colossal_core.errors import UsageError
+from colossal_core.plugins.records import ShardingPolicySpec
 from colossal_tensor_parallel.roles import Role
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from colossal_core.plugins import Registered
     from colossal_tensor_parallel.groups import Layer
 
-__all__ = ["match_roles", "read_library_plan"]
+__all__ = ["match_policies", "match_roles", "read_library_plan"]
 
 SHOWN_NAMES = 6
 """Names listed in an error before the rest is counted."""
@@ -36,6 +38,48 @@ def match_roles(patterns: Mapping[str, str], layers: Mapping[str, Layer]) -> dic
             )
         role = Role.parse(text, f"plan[{pattern!r}]")
         found.update(dict.fromkeys(matching, role))
+    return found
+
+
+def match_policies(
+    model: nn.Module, layers: Mapping[str, Layer], policies: Sequence[Registered]
+) -> dict[str, Role]:
+    """Return the role of each layer that a policy for its model, or for a module around it, speaks of.
+
+    Args:
+        model: The model.
+        layers: Its layers by name.
+        policies: Records of sharding policies.
+
+    Raises:
+        UsageError: A pattern of a policy matches no layer, or policies say different things about one.
+    """
+    found: dict[str, Role] = {}
+    for name, module in model.named_modules() if policies else ():
+        paths = {f"{kind.__module__}:{kind.__qualname__}" for kind in type(module).__mro__}
+        for entry in policies:
+            record = entry.record
+            if not isinstance(record, ShardingPolicySpec) or paths.isdisjoint(record.models):
+                continue
+            source = f"the policy {entry.qualified_name!r}"
+            for pattern, text in record.plan.items():
+                role = Role.parse(text, f"plan[{pattern!r}] of {source}", source)
+                inside = f"{name}.{pattern}" if name else pattern
+                matching = [layer for layer in layers if fnmatchcase(layer, inside)]
+                if not matching:
+                    raise UsageError(
+                        f"the pattern {pattern!r} of {source} ({entry.provider}) matches no layer of this "
+                        f"{type(module).__name__}",
+                        hint=f"colossal plugins disable {entry.plugin}, or ask its author",
+                    )
+                for layer in matching:
+                    other = found.setdefault(layer, role)
+                    if other.source != source and other != role:
+                        raise UsageError(
+                            f"{other.source} wants {layer!r} to be {other.cut!r}, and {source} {role.cut!r}",
+                            hint=f"say it in TensorParallel(plan={{{layer!r}: ...}}) and disable one of them",
+                        )
+                    found[layer] = role
     return found
 
 

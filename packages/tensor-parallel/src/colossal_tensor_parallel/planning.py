@@ -1,7 +1,8 @@
 """What becomes of every layer of a model, and why.
 
-The one idea: sources are asked in order of trust. The user's patterns decide first. Groups of layers that a
-forward showed are cut in pairs where a proof goes through. Tables and heads of a vocabulary are cut by rows.
+The one idea: sources are asked in order of trust. The user's patterns decide first, then policies of plugins.
+Groups of layers that a forward showed are cut in pairs where a proof goes through. Tables and heads of a
+vocabulary are cut by rows.
 Any other linear layer that is called as a module is cut by output features, which are gathered: that is right
 whatever the model does with them. The rest stays whole, and each layer has its reason.
 """
@@ -9,7 +10,7 @@ whatever the model does with them. The rest stays whole, and each layer has its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from attrs import evolve
@@ -23,13 +24,16 @@ from colossal_tensor_parallel.examples import Example
 from colossal_tensor_parallel.experts import find_experts
 from colossal_tensor_parallel.groups import Group, Layer, find_groups, list_layers
 from colossal_tensor_parallel.guessing import Guesses, read_heads
-from colossal_tensor_parallel.patterns import match_roles, read_library_plan
+from colossal_tensor_parallel.patterns import match_policies, match_roles, read_library_plan
 from colossal_tensor_parallel.proving import Bench
 from colossal_tensor_parallel.regions import find_regions, with_shares
 from colossal_tensor_parallel.roles import Role
 from colossal_tensor_parallel.spans import Split, legal_degrees
 from colossal_tensor_parallel.tables import rows_are_additive
 from colossal_tensor_parallel.tracing import Trace, trace_model
+
+if TYPE_CHECKING:
+    from colossal_core.plugins import Registered
 
 __all__ = ["plan_model"]
 
@@ -44,6 +48,7 @@ def plan_model(
     example: Example | None = None,
     *,
     sequence: bool = False,
+    policies: Sequence[Registered] = (),
 ) -> ModelPlan:
     """Decide about every layer; pure.
 
@@ -53,13 +58,14 @@ def plan_model(
         patterns: Roles by patterns of module names.
         example: Arguments of one forward; guessed when None.
         sequence: Whether activations between the cut layers are divided along the tokens.
+        policies: Records of sharding policies, which go before everything but the patterns.
 
     Raises:
         UsageError: A pattern matches nothing, asks for what is wrong, or heads do not divide.
         CapabilityError: Nothing of the model can be cut, or nothing divided along the tokens.
     """
     layers = list_layers(model)
-    roles = match_roles(patterns or {}, layers)
+    roles = {**match_policies(model, layers, policies), **match_roles(patterns or {}, layers)}
     if degree == 1:
         stay = tuple(
             Decision(name=name, cut="whole", form=layer.form, reason="degree is 1")
@@ -188,7 +194,7 @@ class _Planner:
             reason = self._obstacle(layer)
             role = self._roles.get(name)
             if role is not None and role.cut == "whole":
-                reason = "the plan says so"
+                reason = f"{role.source} says so"
             if reason is not None:
                 for tied in self._ties[layer.weight]:
                     self._keep(tied, reason)
@@ -283,7 +289,7 @@ class _Planner:
         if name in self._library:
             source = f"the model's own plan says {self._library[name]!r}"
         if name in self._roles:
-            source = "the plan says so"
+            source = f"{self._roles[name].source} says so"
         _, width, count = split.parts[0]
         parts = f"{len(split.parts)} parts of " if len(split.parts) > 1 else ""
         what = f"{parts}{count} features" if width == 1 else f"{parts}{count} units of {width} features"
@@ -384,7 +390,7 @@ class _Planner:
             layer = self._layers[name]
             role = self._roles.get(name)
             if role is not None and role.cut != "vocabulary":
-                return "the plan asks for something else, and tables are cut by rows"
+                return f"{role.source} asks for something else, and tables are cut by rows"
             if layer.form not in {"embedding", "linear"}:
                 return "it is tied to a layer whose weight is transposed"
             if isinstance(layer.module, nn.Embedding):
@@ -443,7 +449,7 @@ class _Planner:
                     decision.reason if decision.cut == "whole" else "the cut could not be proved to be right"
                 )
                 raise UsageError(
-                    f"TensorParallel(plan=...) wants {name!r} to be {role.cut!r}, which it cannot: {why}",
+                    f"{role.source} wants {name!r} to be {role.cut!r}, which it cannot: {why}",
                     hint="leave it to the piece, or ask for 'gathered-column' or 'whole'; "
                     "colossal_tensor_parallel.explain(model, degree) says what it would do",
                 )

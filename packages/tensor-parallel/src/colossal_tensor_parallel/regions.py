@@ -149,7 +149,7 @@ class _DryRun:
         """Run it."""
         self._plan = plan
         self._model = model
-        self._read_outside = trace.read_outside
+        self._read_outside = trace.read_outside | trace.readers
         self._num_owners = Counter(p for it in model.modules() for p in own_parameters(it).values())
         self._notes: list[tuple[str, str]] = []
         self._lot = Lot(solo_wire(), Dice(0), self._notes)
@@ -225,7 +225,7 @@ class _DryRun:
             return False
         module = self._model.get_submodule(name)
         if name in self._read_outside or any(self._num_owners[p] > 1 for p in module.parameters()):
-            return False  # others have the whole gradient of its weights
+            return False  # others have the whole gradient of its weights, or it has shares of theirs
         scalars = tuple(
             (key, value) for key, value in sorted(vars(module).items()) if type(value) in {int, float, bool}
         )

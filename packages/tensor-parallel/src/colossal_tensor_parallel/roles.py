@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, cast, get_args
 
-from attrs import frozen
+from attrs import field, frozen
 
 from colossal_core.errors import UsageError
 
@@ -28,18 +28,21 @@ class Role:
     Attributes:
         cut: How it is cut.
         num_parts: Fused parts of its output features, each of which is cut; None when nobody said.
+        source: Who asks, for messages.
     """
 
     cut: Cut
     num_parts: int | None = None
+    source: str = field(default="the plan", eq=False)
 
     @classmethod
-    def parse(cls, text: object, place: str) -> Role:
+    def parse(cls, text: object, place: str, source: str = "the plan") -> Role:
         """Read a role as users write it, ``"column"`` or ``"column:3"``.
 
         Args:
             text: What was written.
             place: Where, for messages.
+            source: Who asks.
 
         Raises:
             UsageError: It is no role.
@@ -54,4 +57,4 @@ class Role:
             raise UsageError(
                 f"{place} is {text!r}, but only 'column' has fused parts", hint=f"write {found[1]!r}"
             )
-        return cls(cast("Cut", found[1]), None if found[2] is None else int(found[2]))
+        return cls(cast("Cut", found[1]), None if found[2] is None else int(found[2]), source)

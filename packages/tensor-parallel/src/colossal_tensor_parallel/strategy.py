@@ -36,6 +36,7 @@ from colossal_tensor_parallel.wires import Wire
 if TYPE_CHECKING:
     from colossal_core.interfaces import AbstractBorder
     from colossal_core.plan import Plan
+    from colossal_core.plugins import Registered, Registry
     from colossal_core.runtime.context import Context
     from colossal_tensor_parallel.options import TensorParallel
 
@@ -59,12 +60,17 @@ class TensorParallelStrategy(AbstractStrategy):
     def __init__(self, options: TensorParallel) -> None:
         """Remember the options; see :class:`~colossal_tensor_parallel.TensorParallel`."""
         self.options = options
+        self._policies: tuple[Registered, ...] = ()
         self._plans: weakref.WeakKeyDictionary[nn.Module, ModelPlan] = weakref.WeakKeyDictionary()
         self._entrances: dict[str, Entrance] = {}
         self._dice: dict[str, Dice] = {}
         self._serial: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str, Any]]] = (
             weakref.WeakKeyDictionary()
         )
+
+    def connect(self, registry: Registry) -> None:
+        """Take the sharding policies that plugins offer."""
+        self._policies = registry.records("sharding_policy")
 
     def propose(self, models: Mapping[str, nn.Module], plan: Plan, layout: MeshLayout, rank: int) -> Proposal:
         """Plan each model and say what this rank will hold; see :class:`~.interfaces.AbstractStrategy`.
@@ -151,7 +157,11 @@ class TensorParallelStrategy(AbstractStrategy):
         """Return the plan of a model, made on first use."""
         if model not in self._plans:
             self._plans[model] = plan_model(
-                model, self.options.degree, self.options.plan, sequence=self.options.sequence
+                model,
+                self.options.degree,
+                self.options.plan,
+                sequence=self.options.sequence,
+                policies=self._policies,
             )
         return self._plans[model]
 

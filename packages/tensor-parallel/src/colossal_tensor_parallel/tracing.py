@@ -5,6 +5,7 @@ weights runs once, on its example inputs or on guessed ones; layers are the node
 autograd says between which of them nothing but other operations lies. Large models run on fake tensors, which
 have shapes and no memory.
 
+Structure is that of evaluation; a second run, in training, shows which weights are read without calls there.
 The user's model is not touched: the copy shares nothing with it, and random generators are put back.
 """
 
@@ -93,6 +94,7 @@ class Trace:
         is_fake: Whether the recorded tensors have no values.
         dtype: Of the floating ones that the model was given.
         read_outside: Modules whose parameters another module used.
+        readers: Modules that used parameters of others.
     """
 
     layers: dict[str, LayerUse]
@@ -100,6 +102,7 @@ class Trace:
     is_fake: bool
     dtype: torch.dtype
     read_outside: frozenset[str] = frozenset()
+    readers: frozenset[str] = frozenset()
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -227,6 +230,7 @@ class _Watch:
                 self._owners.setdefault(parameter, set()).add(module)
         self._stack: list[nn.Module] = []
         self._read_outside: set[str] = set()
+        self._readers: set[str] = set()
         self._nodes: dict[Any, str] = {}
         self._calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], list[Any]]] = {}
         self._values: dict[str, tuple[list[Any], list[bool]]] = {}
@@ -240,6 +244,7 @@ class _Watch:
         try:
             with _Uses(self._note_use):
                 outputs = self._model(*args, **kwargs)
+            self._see_training(args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -266,7 +271,20 @@ class _Watch:
             is_fake=self._is_fake,
             dtype=self._dtype,
             read_outside=frozenset(self._read_outside),
+            readers=frozenset(self._readers),
         )
+
+    def _see_training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the model as in training, where its code may read weights that it does not in evaluation."""
+        self._model.train()
+        try:
+            with torch.no_grad(), _Uses(self._note_use):
+                self._model(*args, **kwargs)
+        except Exception:
+            _logger.debug("a copy of the model does not run in training", exc_info=True)
+        finally:
+            self._stack.clear()
+            self._model.eval()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module is called, and what feeds it when it is a layer."""
@@ -315,6 +333,8 @@ class _Watch:
                 continue  # the module and this layer are one unit
             if reader not in owners:
                 self._read_outside.add(self._names[owner])
+                if reader is not None:
+                    self._readers.add(self._names[reader])
             use = self._layers.get(self._names[owner])
             if use is not None:
                 use.is_read_outside = True

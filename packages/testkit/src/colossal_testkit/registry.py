@@ -20,6 +20,7 @@ from colossal_core.plugins import (
     MemoryManagerSpec,
     Registry,
     ScheduleSpec,
+    ShardingPolicySpec,
     StrategySpec,
     Target,
     hookimpl,
@@ -27,7 +28,7 @@ from colossal_core.plugins import (
 
 __all__ = ["RecordedPlugin", "isolated_registry", "target_of"]
 
-Record = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec
+Record = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec | ShardingPolicySpec
 
 
 class RecordedPlugin:
@@ -61,6 +62,11 @@ class RecordedPlugin:
     def colossal_register_pipeline_schedules(self) -> Iterable[ScheduleSpec]:
         """Offer the schedules among the records."""
         return [record for record in self._records if isinstance(record, ScheduleSpec)]
+
+    @hookimpl
+    def colossal_register_sharding_policies(self) -> Iterable[ShardingPolicySpec]:
+        """Offer the sharding policies among the records."""
+        return [record for record in self._records if isinstance(record, ShardingPolicySpec)]
 
 
 def isolated_registry(*records: Record, plugin: str = "under-test") -> Registry:

@@ -11,7 +11,13 @@ import click
 
 from colossal_cli.render import print_fields, print_json, print_table
 from colossal_core.errors import ColossalError, UnknownNameError
-from colossal_core.plugins.records import CommandSpec, DiagnosticSpec, PieceSpec, ScheduleSpec
+from colossal_core.plugins.records import (
+    CommandSpec,
+    DiagnosticSpec,
+    PieceSpec,
+    ScheduleSpec,
+    ShardingPolicySpec,
+)
 
 if TYPE_CHECKING:
     from click import Context
@@ -156,6 +162,7 @@ def _to_plain(session: Session, status: PluginStatus) -> dict[str, object]:
         "commands": [plain for record, plain in brought if isinstance(record, CommandSpec)],
         "diagnostics": [plain for record, plain in brought if isinstance(record, DiagnosticSpec)],
         "schedules": [plain for record, plain in brought if isinstance(record, ScheduleSpec)],
+        "policies": [plain for record, plain in brought if isinstance(record, ShardingPolicySpec)],
     }
 
 
@@ -177,6 +184,9 @@ def _describe_record(entry: Registered) -> dict[str, str]:
         fields["  target"] = str(record.target)
     elif isinstance(record, CommandSpec | ScheduleSpec):
         fields["  target"] = str(record.target)
+    elif isinstance(record, ShardingPolicySpec):
+        fields["  models"] = ", ".join(record.models)
+        fields["  plan"] = ", ".join(f"{pattern!r}: {role!r}" for pattern, role in record.plan.items())
     else:
         fields["  remedy"] = record.fix
     return fields

@@ -21,6 +21,7 @@ from colossal_core.plugins.records import (
     MemoryManagerSpec,
     PieceSpec,
     ScheduleSpec,
+    ShardingPolicySpec,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def _examine(session: Session, status: PluginStatus, info: PluginInfo | None) ->
         *session.registry.records("piece"),
         *session.registry.commands(),
         *session.registry.diagnostics(),
+        *session.registry.records("pipeline_schedule"),
+        *session.registry.records("sharding_policy"),
     )
     for entry in entries:
         if entry.plugin == status.name:
@@ -136,6 +139,8 @@ def _describe_target(entry: Registered) -> str:
     record = entry.record
     if isinstance(record, PieceSpec):
         entry.load_options()
+    if isinstance(record, ShardingPolicySpec):
+        return f"{len(record.plan)} patterns for {', '.join(record.models)}"
     target = entry.load_target()
     if isinstance(record, CommandSpec):
         fits, expected = isinstance(target, click.Command), "a click command"

@@ -18,6 +18,7 @@ from colossal_core.plugins.records import (
     MemoryManagerSpec,
     PieceSpec,
     ScheduleSpec,
+    ShardingPolicySpec,
     StrategySpec,
 )
 from colossal_core.plugins.target import Target
@@ -42,6 +43,7 @@ __all__ = [
     "Registered",
     "Registry",
     "ScheduleSpec",
+    "ShardingPolicySpec",
     "StrategySpec",
     "Target",
     "hookimpl",

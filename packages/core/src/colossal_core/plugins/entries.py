@@ -7,11 +7,13 @@ from typing import Literal, TypeAlias, final
 import attrs
 
 from colossal_core.errors import PluginError
-from colossal_core.plugins.records import DiagnosticSpec, PieceSpec, Record
+from colossal_core.plugins.records import DiagnosticSpec, PieceSpec, Record, ShardingPolicySpec
 
 __all__ = ["Kind", "PluginState", "PluginStatus", "Registered"]
 
-Kind: TypeAlias = Literal["strategy", "memory_manager", "piece", "command", "diagnostic", "pipeline_schedule"]
+Kind: TypeAlias = Literal[
+    "strategy", "memory_manager", "piece", "command", "diagnostic", "pipeline_schedule", "sharding_policy"
+]
 PluginState: TypeAlias = Literal["enabled", "disabled", "incompatible", "failed"]
 
 
@@ -97,7 +99,11 @@ class Registered:
         """Import and return the implementation; for pieces this reaches torch.
 
         Raises:
+            PluginError: The record names none.
             PluginLoadError: It cannot be imported.
         """
+        if isinstance(self.record, ShardingPolicySpec):
+            message = f"{self.record.kind} {self.qualified_name!r} names no object"
+            raise PluginError(message)
         target = self.record.check if isinstance(self.record, DiagnosticSpec) else self.record.target
         return target.load(self.title)

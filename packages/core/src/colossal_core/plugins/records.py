@@ -28,6 +28,7 @@ __all__ = [
     "Record",
     "ScheduleSpec",
     "Severity",
+    "ShardingPolicySpec",
     "StrategySpec",
 ]
 
@@ -283,7 +284,38 @@ class ScheduleSpec:
     target: Target = attrs.field(validator=_is_target)
 
 
-Record: TypeAlias = StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec
+@final
+@attrs.frozen(kw_only=True)
+class ShardingPolicySpec:
+    """How the layers of models of some classes are cut among ranks that share each layer.
+
+    Attributes:
+        name: What errors and explanations call it; unique among policies.
+        summary: One sentence.
+        models: Classes of models, or of modules inside models, as ``"module:Class"``; subclasses count, too.
+            Nothing is imported: the names of the classes of a model are compared.
+        plan: Roles by patterns of names inside such a model, as in ``TensorParallel(plan=...)``.
+    """
+
+    kind: ClassVar[str] = "sharding_policy"
+
+    name: str = attrs.field(validator=_is_name)
+    summary: str = attrs.field(validator=_is_text)
+    models: tuple[str, ...] = attrs.field(converter=_as_strings)
+    plan: Mapping[str, str] = attrs.field(converter=_copy_mapping, hash=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what names no class, and a plan that says nothing."""
+        for path in self.models or ("",):
+            if re.fullmatch(r"[^:\s]+:[^:\s]+", path) is None:
+                raise _refuse(self, "models", path, "paths of classes, 'module:Class'")
+        if not self.plan or not all(isinstance(text, str) for item in self.plan.items() for text in item):
+            raise _refuse(self, "plan", self.plan, "roles by patterns, both of them text")
+
+
+Record: TypeAlias = (
+    StrategySpec | MemoryManagerSpec | CommandSpec | DiagnosticSpec | ScheduleSpec | ShardingPolicySpec
+)
 """What a registration hook can offer."""
 
 
