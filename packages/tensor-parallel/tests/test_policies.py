@@ -128,7 +128,8 @@ def test_records_that_say_nothing_are_refused() -> None:
         "plan": {"*": "whole"},
     }
 
-    for change in ({"models": ("a.C",)}, {"models": ()}, {"plan": {}}, {"plan": {"*": 3}}):
+    changes: list[dict[str, Any]] = [{"models": ("a.C",)}, {"models": ()}, {"plan": {}}, {"plan": {"*": 3}}]
+    for change in changes:
         with pytest.raises(PluginError, match="ShardingPolicySpec: "):
             ShardingPolicySpec(**{**fields, **change})
 
