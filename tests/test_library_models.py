@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from colossal_core import Recompute
 from colossal_tensor_parallel import TensorParallel
 from colossal_testkit.ranks import run_ranks
 from colossal_testkit.traffic import all_reduce_words, gather_words
@@ -142,3 +143,11 @@ def test_ranks_hold_their_share(name: str) -> None:
     whole = sum(value.numel() for value in found[0].weights.values())
     assert found[0].elements + found[1].elements == whole + norms
     assert abs(found[0].elements - norms - (whole - norms) / 2) < 0.01 * whole
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recomputed_blocks_that_fill_a_cache_are_exact(name: str) -> None:
+    """Models of the library have caches of keys and values in training, too, unless told otherwise."""
+    ranks = run_ranks(train_on_ranks, 1, name, (Recompute(),), "plain", timeout_seconds=100)
+
+    check(serial_outcome(name), ranks[0])

@@ -325,14 +325,14 @@ def test_nested_arguments_that_changed_before_backward_are_refused() -> None:
 
 
 class KeyValueCache:
-    """Looks like one of transformers."""
+    """Looks like one of an encoder-decoder model."""
 
-    def get_seq_length(self) -> int:
-        """Return that nothing is in it."""
-        return 0
+    def __init__(self) -> None:
+        """Know of no layer that has written."""
+        self.is_updated: dict[int, bool] = {}
 
 
-def test_a_cache_of_keys_and_values_is_refused_where_it_would_be_written_twice() -> None:
+def test_a_cache_of_keys_and_values_is_refused_where_the_second_run_would_read_it() -> None:
     """The error names the setting; without gradients nothing is recomputed."""
     _, model, _ = boost(build(Conversation), Recompute())
     mask = torch.ones(6)

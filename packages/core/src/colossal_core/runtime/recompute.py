@@ -226,16 +226,18 @@ class _Recomputation:
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse caches of keys and values, which the second run would write once more.
+        """Refuse caches of keys and values that the second run would read instead of computing them.
+
+        Only those of encoder-decoder models in transformers remember that they were written.
 
         Raises:
             CapabilityError: There is one.
         """
         for argument in (*args, *kwargs.values()):
-            if callable(getattr(argument, "get_seq_length", None)):  # what all of transformers' have
+            if isinstance(getattr(argument, "is_updated", None), dict):
                 raise CapabilityError(
-                    f"block {self.name!r} is given a {type(argument).__name__}, and would write its keys and "
-                    "values once more when it is recomputed",
+                    f"block {self.name!r} is given a {type(argument).__name__}, and would take keys and "
+                    "values from there when it is recomputed",
                     hint="train without it: model.config.use_cache = False",
                 )
 
