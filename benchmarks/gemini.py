@@ -7,6 +7,10 @@ take at the measured rates stands beside it. Steps of both alternate in one proc
 machine does hits both. Peers are given offload as far as they take it on this machine, where it moves
 nothing; their resident peaks are measured in processes of their own.
 
+With files below the budgets an update is mostly reading and writing, which cannot begin before backward ends:
+there the floor, in which bytes move beside forward and backward too, is below what any order of the same work
+can reach, and the step is also shown over compute and bytes *in turn*.
+
     python -m benchmarks.gemini [--ranks 1 2] [--precisions fp32 bf16] [--budgets 1 .5 .25 .1 .05] [--json F]
 """
 
@@ -30,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from benchmarks.workload import GPT, loss_of, make_batch
@@ -40,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from colossal_core import Booster, ColossalError, launch
 from colossal_core.runtime.arena import Arena
 from colossal_gemini import Gemini
-from colossal_gemini.contents import Content, Tiers
+from colossal_gemini.contents import Content, Tier, Tiers
 from colossal_gemini.disk import Disk
 from colossal_gemini.rates import measure_rates
 
@@ -54,7 +59,26 @@ RING = 8
 """Contents that the floor moves in turn, so that they do not stay in a cache."""
 
 Step = Callable[[int], float]
-Moved = dict[tuple[str, str], int]
+Moved = dict[str, int]
+
+
+@attrs.frozen
+class Case:
+    """Budgets of one run.
+
+    Attributes:
+        fraction: Of the state: the budget of the device.
+        disk: A folder, for state beyond as much host memory as the device has; None for host memory only.
+    """
+
+    fraction: float
+    disk: str | None
+
+    def options(self, budget: int) -> dict[str, Any]:
+        """Return the options of gemini for a budget of the device in bytes."""
+        if self.disk is None:
+            return {"device_budget": budget}
+        return {"device_budget": budget, "host_budget": 2 * budget, "disk": self.disk}
 
 
 class Deep(GPT):
@@ -173,31 +197,36 @@ def make(name: str, arguments: argparse.Namespace) -> Step:
 class Floor:
     """A step with everything in memory, while a thread moves bytes."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        """Build the model and what is moved."""
+    def __init__(self, arguments: argparse.Namespace, folder: str) -> None:
+        """Build the model and what is moved; files lie in a folder."""
         piece = "replicated" if dist.get_world_size() == 1 else "zero3"
         self.step = make_boosted(arguments, piece)[1]
-        self.tiers = Tiers(Arena("device"), Arena("host"))
+        self.tiers = Tiers(Arena("device"), Arena("host"), Disk(folder))
         numel = 12 * arguments.width**2 * (2 if arguments.precision == "bf16" else 4)
+        ways = itertools.permutations(self.tiers.ordered, 2)
         self.rings = {
-            ("host", "device"): [self._make(self.tiers.host, numel) for _ in range(RING)],
-            ("device", "host"): [self._make(self.tiers.device, numel) for _ in range(RING)],
+            f"{home.name} to {target.name}": (target, [self._make(home, numel) for _ in range(RING)])
+            for home, target in ways
         }
 
-    def _make(self, home: Arena, numel: int) -> Content:
+    def _make(self, home: Tier, numel: int) -> Content:
         """Return bytes that live in a tier."""
         content = Content(self.tiers, numel, torch.uint8, home=home, name="bytes of the floor")
-        content.touch(home)
-        content.tensor_in(home).fill_(1)
-        content.wrote(home)
+        memory = home if isinstance(home, Arena) else self.tiers.host
+        content.touch(memory)
+        content.tensor_in(memory).fill_(1)
+        content.wrote(memory)
+        content.settle()
         return content
 
     def _move(self, moved: Moved) -> None:
-        """Move bytes."""
-        for (_, name), ring in self.rings.items():
-            target = self.tiers.device if name == "device" else self.tiers.host
-            pair = ("host" if name == "device" else "device", name)
-            for index in range(round(moved.get(pair, 0) / ring[0].nbytes)):
+        """Move bytes, all ways side by side; what was read is dropped, and what is written is new."""
+        counts = {way: round(nbytes / self.rings[way][1][0].nbytes) for way, nbytes in moved.items()}
+        for index in range(max(counts.values(), default=0)):
+            turn = [self.rings[way] for way, count in counts.items() if index < count]
+            for target, ring in turn:
+                ring[index % RING].start(target)
+            for target, ring in turn:
                 ring[index % RING].bring(target)
                 ring[index % RING].settle()
 
@@ -214,59 +243,62 @@ class Floor:
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
-def tiers_of(booster: Booster) -> Tiers:
-    """Return the tiers of a booster with gemini."""
-    engine: Any = booster._engine  # noqa: SLF001 - counters are for measuring, and no part of its interface
-    found: Tiers = engine.manager._tiers  # noqa: SLF001
-    return found
+def begin(
+    arguments: argparse.Namespace, options: dict[str, Any]
+) -> tuple[Booster, Step, list[float], dict[str, Any]]:
+    """Boost and take the first steps; with chunks of one parameter each where larger ones do not fit."""
+    smallest = max(parameter.nbytes for parameter in make_model(arguments).parameters())
+    more: dict[str, Any] = {}
+    while True:
+        try:
+            booster, step = make_boosted(arguments, Gemini(**options, **more))
+            return booster, step, [step(number) for number in range(WARM_UP)], more
+        except ColossalError:
+            if more:
+                raise
+        more = {"chunk_bytes": smallest}
+        gc.collect()
 
 
-def measure_budget(arguments: argparse.Namespace, fraction: float, floor: Floor) -> dict[str, Any]:
+def measure_budget(arguments: argparse.Namespace, case: Case, floor: Floor) -> dict[str, Any]:
     """Return what steps take with a part of the state as budget, and what their floors take."""
     numel = sum(parameter.numel() for parameter in make_model(arguments).parameters())
-    budget = int(fraction * STATE_BYTES * numel)
+    budget = int(case.fraction * STATE_BYTES * numel)
+    found: dict[str, Any] = {"fraction": case.fraction, "budget": budget, "disk": case.disk is not None}
     try:
-        booster, step = make_boosted(arguments, Gemini(device_budget=budget))
-        losses = [step(number) for number in range(WARM_UP)]
+        booster, step, losses, more = begin(arguments, case.options(budget))
     except ColossalError as err:
-        return {"fraction": fraction, "budget": budget, "refused": str(err)}
-    tiers = tiers_of(booster)
+        return {**found, "refused": str(err)}
     seconds, floors = [], []
     moved: Moved = {}
     for number in range(WARM_UP, WARM_UP + arguments.rounds):
-        tiers.moved.clear()
-        tiers.device.reset_peak()
         dist.barrier()
         start = time.perf_counter()
         losses.append(step(number))
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-        moved = dict(tiers.moved)
+        moved = booster.report()["moved"]
         floors.append(floor.run(number, moved))
-    return {
-        "fraction": fraction,
-        "budget": budget,
-        "seconds": seconds,
-        "floors": floors,
-        "moved": {f"{source} to {target}": nbytes for (source, target), nbytes in moved.items()},
-        "device_peak": tiers.device.peak,
-        "losses": losses,
-    }
+    peaks = {name: tier["peak"] for name, tier in booster.report()["tiers"].items()}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found |= {"seconds": seconds, "floors": floors, "moved": moved, "losses": losses, **more}
+    return {**found, "peaks": peaks, "resident": resident}
 
 
 def measure_sweep(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what all budgets take, the largest first, and the rates between tiers."""
-    with tempfile.TemporaryDirectory() as folder:
-        tiers = Tiers(Arena("device"), Arena("host"), Disk(folder))
-        rates = measure_rates(tiers)
-        tiers.close()
-    floor = Floor(arguments)
+    """Return what all budgets take, the largest first, then with files, and the rates between tiers."""
+    folder = arguments.disk or tempfile.gettempdir()  # one for all ranks; the files have no names
+    floor = Floor(arguments, folder)
+    rates = measure_rates(floor.tiers)
     for number in range(WARM_UP):
         floor.run(number, {})
+    cases = [Case(fraction, None) for fraction in arguments.budgets]
+    cases += [Case(fraction, folder) for fraction in arguments.disk_budgets]
     budgets = []
-    for fraction in arguments.budgets:
-        budgets.append(measure_budget(arguments, fraction, floor))
+    for case in cases:
+        budgets.append(measure_budget(arguments, case, floor))
         gc.collect()
+    floor.tiers.close()
     shown = {f"{source} to {target}": rate for (source, target), rate in rates.items()}
     return {"rates": shown, "budgets": budgets}
 
@@ -321,6 +353,8 @@ def run_workers(
         command += ["--precisions", precision, "--systems", *systems]
         command += ["--width", str(arguments.width), "--layers", str(arguments.layers)]
         command += ["--rounds", str(arguments.rounds), "--budgets", *map(str, arguments.budgets)]
+        command += ["--disk-budgets", *map(str, arguments.disk_budgets)]
+        command += ["--disk", arguments.disk] if arguments.disk else []
         ended = subprocess.run(  # noqa: S603 - our own command
             command,
             check=False,
@@ -343,6 +377,7 @@ def show_sweep(found: dict[str, Any]) -> None:
     rates = found["rates"]
     print("  " + ", ".join(f"{way} {rate / 1e9:.1f} GB/s" for way, rate in rates.items()), flush=True)
     first: list[float] = []
+    compute = 0.0
     for row in found["budgets"]:
         if "refused" in row:
             print(f"  {row['fraction']:5.0%}  {row['refused'].splitlines()[0]}", flush=True)
@@ -352,12 +387,16 @@ def show_sweep(found: dict[str, Any]) -> None:
         row["ratio"] = row["ms"] / row["floor_ms"]
         row["bytes_ms"] = 1e3 * sum(nbytes / rates[way] for way, nbytes in row["moved"].items())
         row["same_losses"] = row["losses"] == first
+        compute = compute or row["floor_ms"]
+        row["in_turn_ms"] = compute + row["bytes_ms"]
         moved = ", ".join(f"{nbytes / 1e6:.0f} MB {way}" for way, nbytes in row["moved"].items())
         losses = "equal" if row["same_losses"] else "DIFFER"
         print(
-            f"  {row['fraction']:5.0%} {row['budget'] / 1e6:8.1f} MB  {row['ms']:8.1f} ms, floor "
-            f"{row['floor_ms']:8.1f} ms: {row['ratio']:.2f}; bytes alone {row['bytes_ms']:6.1f} ms "
-            f"({moved}); losses {losses}",
+            f"  {row['fraction']:5.0%} {row['budget'] / 1e6:8.1f} MB{' and files' if row['disk'] else ''}"
+            f"{', small chunks' if 'chunk_bytes' in row else ''}  {row['ms']:8.1f} ms, floor "
+            f"{row['floor_ms']:8.1f} ms: {row['ratio']:.2f}; bytes alone {row['bytes_ms']:6.1f} ms, "
+            f"in turn {row['ms'] / row['in_turn_ms']:.2f} "
+            f"({moved}); losses {losses}; {row['resident'] / 1e6:.0f} MB resident so far",
             flush=True,
         )
 
@@ -388,6 +427,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.1, 0.05])
+    parser.add_argument("--disk-budgets", type=float, nargs="*", default=[0.1], help="with files below them")
+    parser.add_argument("--disk", help="a folder for files; a temporary one by default")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)

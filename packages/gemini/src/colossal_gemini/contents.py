@@ -401,6 +401,11 @@ class Content:
         self._last = pending.transfer
         self._valid.add(pending.target)
 
+    def lend(self, transfer: Transfer | None) -> None:
+        """Let memory on the host stay as it is until somebody else's transfer from it has finished."""
+        self._finish_last()
+        self._last = transfer
+
     def _finish_last(self) -> None:
         """Wait here until the last transfer that was waited for has let go of its source, too."""
         last, self._last = self._last, None

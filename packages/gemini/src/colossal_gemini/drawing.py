@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from colossal_gemini.budgets import show_bytes
@@ -21,8 +22,9 @@ COLOURS = {
 }
 """Of the cells of chunks; the first that holds is shown."""
 
-ROW, LEFT, TOP, GRAPH, BELOW = 14, 190, 66, 150, 80
-"""Pixels of a row, of what stands to the left of and above the cells, of the graph of bytes, and below it."""
+ROW, LEFT, TOP, GRAPH, BELOW, RIGHT = 14, 190, 80, 150, 28, 190
+"""Pixels of a row, of what stands to the left of and above the cells, of the graph of bytes, below it, and to
+the right of both."""
 
 WIDEST = 1400
 """Pixels for all moments together; each takes 26 at most."""
@@ -38,11 +40,13 @@ def draw_svg(report: FitReport) -> str:
     number = len(report.trace.moments)
     column = max(3.0, min(26.0, WIDEST / number))
     height = TOP + ROW * len(report.trace.chunks) + 24 + GRAPH + BELOW
-    parts = [_draw_legend(report), *_draw_cells(report, column), *_draw_bytes(report, column)]
-    width = LEFT + column * number + 130
+    parts = [*_draw_cells(report, column), *_draw_bytes(report, column), *_draw_phases(report, column)]
+    width = LEFT + column * number + RIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">\n' + "\n".join(parts) + "\n</svg>\n"
+        f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join([*_draw_legend(report, parts), *parts])
+        + "\n</svg>\n"
     )
 
 
@@ -58,14 +62,17 @@ def describe(report: FitReport) -> str:
     )
 
 
-def _draw_legend(report: FitReport) -> str:
-    """Return title and colours."""
+def _draw_legend(report: FitReport, drawn: Iterable[str]) -> list[str]:
+    """Return title, figures and the colours of cells that were drawn."""
     parts = [f'<text x="8" y="18" font-size="14" font-weight="bold">{_escape(report.title)}</text>']
-    for position, (name, colour) in enumerate(COLOURS.items()):
+    parts.append(f'<text x="8" y="36" fill="#555555">{_escape(describe(report))}</text>')
+    body = "\n".join(drawn)
+    shown = [(name, colour) for name, colour in COLOURS.items() if f": {name}</title>" in body]
+    for position, (name, colour) in enumerate(shown):
         x = LEFT + 110 * position
-        parts.append(f'<rect x="{x}" y="28" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="38">{name}</text>')
-    return "\n".join(parts)
+        parts.append(f'<rect x="{x}" y="48" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="58">{name}</text>')
+    return parts
 
 
 def _draw_cells(report: FitReport, column: float) -> list[str]:
@@ -112,8 +119,10 @@ def _draw_bytes(report: FitReport, column: float) -> list[str]:
 
     rows = [("all", [stay.num_bytes for stay in plan.moments], COLOURS["needed"])]
     rows.append(("no chunk", [moment.other for moment in trace.moments], "#9d9da1"))
-    parts = []
+    parts, below = [], float(top)
     for name, numbers, colour in rows:
+        beside = max(below, y_of(numbers[-1]) - 2)  # where names would lie on each other
+        below = beside + ROW
         corners = [
             f"{LEFT + column * (index + side):.1f},{y_of(number):.1f}"
             for index, number in enumerate(numbers)
@@ -123,7 +132,7 @@ def _draw_bytes(report: FitReport, column: float) -> list[str]:
         edge = f"{LEFT},{top + GRAPH} {' '.join(corners)} {right:.1f},{top + GRAPH}"
         parts.append(f'<polygon points="{edge}" fill="{colour}" fill-opacity="0.5" stroke="{colour}"/>')
         parts.append(
-            f'<text x="{right + 6:.1f}" y="{y_of(numbers[-1]) - 2:.1f}" fill="{colour}">'
+            f'<text x="{right + 6:.1f}" y="{beside:.1f}" fill="{colour}">'
             f"{name}: {show_bytes(max(numbers))} at most</text>"
         )
     if is_far:
@@ -136,15 +145,26 @@ def _draw_bytes(report: FitReport, column: float) -> list[str]:
         parts.append(
             f'<text x="8" y="{y_of(budget) + 4:.1f}" fill="#e15759">budget {show_bytes(budget)}</text>'
         )
-    start = 0
-    for index, moment in enumerate(trace.moments):
-        following = trace.moments[index + 1].phase if index + 1 < len(trace.moments) else ""
-        if following != moment.phase:
-            middle = LEFT + column * (start + index + 1) / 2
+    return parts
+
+
+def _draw_phases(report: FitReport, column: float) -> list[str]:
+    """Return the names of the passes, and lines between them."""
+    moments = report.trace.moments
+    bottom = TOP + ROW * len(report.trace.chunks) + 24 + GRAPH
+    start, parts = 0, list[str]()
+    for index, moment in enumerate(moments):
+        is_last = index + 1 == len(moments)
+        if not is_last and moments[index + 1].phase == moment.phase:
+            continue
+        middle, end = LEFT + column * (start + index + 1) / 2, LEFT + column * (index + 1) - 0.5
+        parts.append(f'<text x="{middle:.1f}" y="{bottom + 16}" text-anchor="middle">{moment.phase}</text>')
+        if not is_last:
             parts.append(
-                f'<text x="{middle:.1f}" y="{top + GRAPH + 16}" text-anchor="middle">{moment.phase}</text>'
+                f'<line x1="{end:.1f}" x2="{end:.1f}" y1="{TOP}" y2="{bottom}" stroke="#333333" '
+                'stroke-width="0.6"/>'
             )
-            start = index + 1
+        start = index + 1
     return parts
 
 

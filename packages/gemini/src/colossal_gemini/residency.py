@@ -211,10 +211,11 @@ class TieredResidency(Residency):
             return Pending(None, arrive)
         held.buffer.restore_values()
         shard = held.buffer.values[held.start : held.stop]
-        device, stays = self._tiers.device, home.values.home is home.worksite
-        with self._tiers.copier.beside(device.device):
+        device, copier = self._tiers.device, self._tiers.copier
+        with copier.beside(device.device):
             with home.present("value"):
-                shard.copy_(held.values, non_blocking=stays)
+                shard.copy_(held.values, non_blocking=True)
+                home.values.lend(copier.mark(device.device))
             if home.worksite is not device:
                 self._tiers.count(home.worksite, device, home.values.nbytes)
             return self._collectives.all_gather(

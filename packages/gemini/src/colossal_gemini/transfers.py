@@ -102,9 +102,16 @@ class Copier:
         device = target.device if source.device.type == "cpu" else source.device
         with self.beside(device):
             target.data.copy_(source, non_blocking=True)
+        return self._mark(device, is_read_by_host=target.device.type == "cpu")
+
+    def mark(self, device: torch.device) -> Transfer | None:
+        """Return what has been asked for beside a device so far, as a transfer; None where that is done."""
+        return None if device.type == "cpu" else self._mark(device, is_read_by_host=False)
+
+    def _mark(self, device: torch.device, *, is_read_by_host: bool) -> Transfer:
+        """Return the stream of a device up to here, as a transfer."""
         event = self._streams[device].record_event()
-        module = torch.get_device_module(device)
-        return _Streamed(module, event, is_read_by_host=target.device.type == "cpu")
+        return _Streamed(torch.get_device_module(device), event, is_read_by_host=is_read_by_host)
 
     @contextlib.contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:

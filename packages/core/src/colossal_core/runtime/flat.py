@@ -165,6 +165,7 @@ class FlatBuffer:
         self.value_memory: Memory | None = None
         self.gradient_memory: Memory | None = None
         self._own_gradients = self.gradients
+        self._gradient_views: list[torch.Tensor] = []
         self.has_gradients = False
         self._versions: list[int] = []
 
@@ -281,6 +282,8 @@ class FlatBuffer:
             self.gradients = torch.empty(self.message_numel, dtype=self.kind.dtype, device=self.device)
         self._own_gradients = self.gradients
         self.has_gradients = True
+        # On accelerators none can be taken while the memory is not there.
+        self._gradient_views = [self._view_gradient(slot) for slot in self.slots]
         self.tail.zero_()
 
     def release_values(self) -> None:
@@ -349,6 +352,12 @@ class FlatBuffer:
 
     def gradient_view(self, slot: Slot) -> torch.Tensor:
         """Return the gradient of a slot in the parameter's shape."""
+        if self.gradients is self._own_gradients and self._gradient_views:
+            return self._gradient_views[slot.index].detach()
+        return self._view_gradient(slot)
+
+    def _view_gradient(self, slot: Slot) -> torch.Tensor:
+        """Take a view of the gradients, which are there."""
         return self.gradients[slot.start : slot.stop].view(slot.parameter.shape)
 
 
