@@ -325,23 +325,39 @@ def test_nested_arguments_that_changed_before_backward_are_refused() -> None:
 
 
 class KeyValueCache:
-    """Looks like one of an encoder-decoder model."""
+    """Looks like one of transformers."""
 
-    def __init__(self) -> None:
-        """Know of no layer that has written."""
-        self.is_updated: dict[int, bool] = {}
+    def __init__(self, length: int) -> None:
+        """Hold so many tokens."""
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it holds."""
+        return self.length
 
 
-def test_a_cache_of_keys_and_values_is_refused_where_the_second_run_would_read_it() -> None:
-    """The error names the setting; without gradients nothing is recomputed."""
-    _, model, _ = boost(build(Conversation), Recompute())
-    mask = torch.ones(6)
+class Caching(Block):
+    """A block that takes a cache, and tells whether it got one."""
 
-    with pytest.raises(CapabilityError, match=r"block 'blocks\.0' is given a KeyValueCache") as caught:
-        model.blocks[0](torch.ones(2, 6), KeyValueCache(), mask=mask)
+    def forward(self, rows: torch.Tensor, cache: object = None) -> torch.Tensor:
+        """Add one where there is a cache."""
+        return super().forward(rows) + (cache is not None)
+
+
+def test_empty_caches_of_keys_and_values_are_left_out_and_others_refused() -> None:
+    """The second run would write once more; without gradients there is none."""
+    model = build(Stack)
+    model.blocks[0] = Caching()
+    _, model, _ = boost(model, Recompute())
+    model.eval()  # no dropout; gradients are wanted all the same
+    rows = torch.ones(2, 6)
+
+    assert torch.equal(model.blocks[0](rows, cache=KeyValueCache(0)), model.blocks[0](rows))
+    with pytest.raises(CapabilityError, match=r"block 'blocks\.0' is given a KeyValueCache of 3") as caught:
+        model.blocks[0](rows, KeyValueCache(3))
     assert "use_cache = False" in caught.value.hint
-    with torch.no_grad(), pytest.raises(TypeError):  # of the block, which takes something else
-        model.blocks[0](torch.ones(2, 6), KeyValueCache(), mask=mask)
+    with torch.no_grad():
+        assert torch.equal(model.blocks[0](rows, KeyValueCache(3)), model.blocks[0](rows) + 1)
 
 
 # --- the user's objects ---------------------------------------------------------------------------------

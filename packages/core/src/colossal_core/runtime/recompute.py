@@ -220,26 +220,30 @@ class _Recomputation:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes by itself, and traces no bookkeeping
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        self._refuse_caches(args, kwargs)
+        args = tuple(map(self._without_cache, args))
+        kwargs = {key: self._without_cache(argument) for key, argument in kwargs.items()}
         run = _Run(self, block, forward, len(args), tuple(kwargs))
         # Positional, since that is where the checkpoint looks for devices and guards tensors against changes.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
-    def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse caches of keys and values that the second run would read instead of computing them.
+    def _without_cache(self, argument: Any) -> Any:
+        """Return an argument, or None for an empty cache of keys and values, as transformers' checkpoints do.
 
-        Only those of encoder-decoder models in transformers remember that they were written.
+        The second run would write into it once more, and nothing reads it in training.
 
         Raises:
-            CapabilityError: There is one.
+            CapabilityError: It is not empty.
         """
-        for argument in (*args, *kwargs.values()):
-            if isinstance(getattr(argument, "is_updated", None), dict):
-                raise CapabilityError(
-                    f"block {self.name!r} is given a {type(argument).__name__}, and would take keys and "
-                    "values from there when it is recomputed",
-                    hint="train without it: model.config.use_cache = False",
-                )
+        length = getattr(argument, "get_seq_length", None)  # all of transformers' have it
+        if not callable(length):
+            return argument
+        if length():
+            raise CapabilityError(
+                f"block {self.name!r} is given a {type(argument).__name__} of {length()} tokens, and would "
+                "write into it once more when it is recomputed",
+                hint="train without it: model.config.use_cache = False",
+            )
+        return None
 
 
 @final
