@@ -66,7 +66,7 @@ def test_memory_from_an_allocator_trains_with_the_same_bits(
 ) -> None:
     """From little of the device to all resident, and with files, which do not reach it."""
     files = {"disk": str(tmp_path), "host_budget": "640KiB"}
-    little = 300_000 if "accumulate" in settings else 150_000
+    little = 400_000 if "accumulate" in settings else 250_000
     options = [{"device_budget": budget, **more} for budget in (little, 1 << 24) for more in ({}, files)]
 
     assert run_ranks(compare, ranks, options, settings) == [[True] * len(options)] * ranks
