@@ -236,8 +236,7 @@ class Residency:
                 f"parameter {slot.name!r} was updated after the forward whose backward runs now",
                 hint="run backward before optimizer.step(), or run forward again",
             )
-        if saved.home.unit.state != "resident":
-            self.ensure((saved.home.unit,))
+        self.ensure((saved.home.unit,))  # also of one that is there: plans follow what backward reads
         return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
 
     def _hear_of_end(self) -> None:
