@@ -84,8 +84,14 @@ class Outcome:
     elements: int = 0
 
 
-def build(name: str, **changes: object) -> nn.Module:
-    """Return a model with random values, norm weights around one."""
+def build(name: str, *, resized: int | None = None, **changes: object) -> nn.Module:
+    """Return a model with random values, norm weights around one.
+
+    Args:
+        name: Which one.
+        resized: Size that its vocabulary gets after it was made.
+        changes: To its configuration.
+    """
     import transformers as library
 
     made: Any
@@ -128,6 +134,8 @@ def build(name: str, **changes: object) -> nn.Module:
             )
         case _:
             raise ValueError(name)
+    if resized is not None:
+        made.resize_token_embeddings(resized, mean_resizing=False)
     model: nn.Module = made.double()
     randomise(model, seed=3)
     return model
@@ -145,7 +153,7 @@ def make_batch(name: str, step: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
-def train_serial(name: str, **changes: object) -> Outcome:
+def train_serial(name: str, **changes: Any) -> Outcome:
     """Train in one process with torch alone."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -168,7 +176,7 @@ def train_serial(name: str, **changes: object) -> Outcome:
         torch.set_default_dtype(torch.float32)
 
 
-def train_on_ranks(name: str, pieces: tuple[object, ...], loop: str, **changes: object) -> Outcome:
+def train_on_ranks(name: str, pieces: tuple[object, ...], loop: str, **changes: Any) -> Outcome:
     """Train on this rank and the others; collective."""
     torch.set_default_dtype(torch.float64)
     try:

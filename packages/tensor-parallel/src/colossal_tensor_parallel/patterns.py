@@ -22,8 +22,15 @@ SHOWN_NAMES = 6
 """Names listed in an error before the rest is counted."""
 
 
-def match_roles(patterns: Mapping[str, str], layers: Mapping[str, Layer]) -> dict[str, Role]:
+def match_roles(
+    patterns: Mapping[str, str], layers: Mapping[str, Layer], model: nn.Module
+) -> dict[str, Role]:
     """Return the role of each layer that a pattern matches.
+
+    Args:
+        patterns: Texts of roles by pattern.
+        layers: What can be cut, by name.
+        model: What else there is, for errors.
 
     Raises:
         UsageError: A pattern matches no layer.
@@ -32,8 +39,15 @@ def match_roles(patterns: Mapping[str, str], layers: Mapping[str, Layer]) -> dic
     for pattern, text in patterns.items():
         matching = [name for name in layers if fnmatchcase(name, pattern)]
         if not matching:
+            others = [
+                f"{name!r}, a {type(module).__name__}"
+                for name, module in model.named_modules()
+                if fnmatchcase(name, pattern)
+            ]
+            instead = f", but {others[0]}, which cannot be cut" if others else ""
             raise UsageError(
-                f"the pattern {pattern!r} of TensorParallel(plan=...) matches none of {len(layers)} layers",
+                f"the pattern {pattern!r} of TensorParallel(plan=...) matches none of {len(layers)} layers"
+                f"{instead}",
                 hint=f"name layers like {_listed(list(layers))}",
             )
         role = Role.parse(text, f"plan[{pattern!r}]")

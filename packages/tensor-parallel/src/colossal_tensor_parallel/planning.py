@@ -65,7 +65,7 @@ def plan_model(
         CapabilityError: Nothing of the model can be cut, or nothing divided along the tokens.
     """
     layers = list_layers(model)
-    roles = {**match_policies(model, layers, policies), **match_roles(patterns or {}, layers)}
+    roles = {**match_policies(model, layers, policies), **match_roles(patterns or {}, layers, model)}
     if degree == 1:
         stay = tuple(
             Decision(name=name, cut="whole", form=layer.form, reason="degree is 1")
