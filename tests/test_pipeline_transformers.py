@@ -117,11 +117,6 @@ def build(
     return model, batches
 
 
-def count_labels(batch: Mapping[str, torch.Tensor]) -> float:
-    """Return the labels that count."""
-    return float((batch["labels"] != -100).sum())
-
-
 def train(
     kind: str, piece: Pipeline, rows: int = 5, changes: Mapping[str, Any] | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -133,8 +128,7 @@ def train(
     model, optimizer = booster.boost(model, optimizer)
     losses = []
     for batch in batches:
-        weight = count_labels if kind == "t5" else None  # it takes no num_items_in_batch
-        losses.append(float(booster.forward_backward(model, batch, weight=weight)))
+        losses.append(float(booster.forward_backward(model, batch)))
         optimizer.step()
         optimizer.zero_grad()
     with booster.full_parameters(model) as found:

@@ -31,12 +31,10 @@ RECIPE = Recipe(
 FP64 = {"precision": "fp64"}
 
 
-def make_pieces(
-    schedule: str = "1f1b", *, sequence: bool = False, microbatches: int = 3
-) -> tuple[object, ...]:
+def make_pieces(schedule: str = "1f1b", *, sequence: bool = False) -> tuple[object, ...]:
     """Return two tensor ranks for each of two stages."""
     chunks = 1 if schedule in {"1f1b", "gpipe", "zbh1"} else 2
-    pipeline = Pipeline(degree=2, microbatches=microbatches, schedule=schedule, chunks=chunks)
+    pipeline = Pipeline(degree=2, microbatches=3, schedule=schedule, chunks=chunks)
     return (TensorParallel(degree=2, sequence=sequence), pipeline)
 
 
@@ -70,11 +68,8 @@ def test_all_axes_together_are_exact(stage: Literal[1, 2], *, sequence: bool) ->
     [("llama-tied", False), ("t5", True), pytest.param("gpt2", True, marks=pytest.mark.slow)],
 )
 def test_library_models_in_stages_are_exact(name: str, *, sequence: bool) -> None:
-    """Their losses are computed of pieces on the last stage; relative positions are read by all layers.
-
-    T5 does not say how many labels its mean is over, so it gets one micro-batch.
-    """
-    pieces = make_pieces(sequence=sequence, microbatches=1 if name == "t5" else 3)
+    """Their losses are computed of pieces on the last stage; relative positions are read by all layers."""
+    pieces = make_pieces(sequence=sequence)
 
     ranks = run_ranks(train_on_ranks, 4, name, pieces, "forward_backward", timeout_seconds=100)
 

@@ -50,6 +50,17 @@ class LanguageModel(nn.Module):
         return SimpleNamespace(logits=logits, loss=self.loss_function(logits, labels))
 
 
+class Translator(LanguageModel):
+    """Shifts what its decoder reads, as T5 does, and has a loss function that it does not use."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> SimpleNamespace:
+        """Return logits and loss as attributes."""
+        logits = self.head(self.embed(input_ids).tanh())
+        return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
 def language_batch(step: int) -> dict[str, torch.Tensor]:
     """Return a global batch, many labels of which do not count, and others in each row."""
     generator = torch.Generator().manual_seed(step)
@@ -61,7 +72,8 @@ def language_batch(step: int) -> dict[str, torch.Tensor]:
 def tune(name: str) -> float:
     """Fine-tune on this rank's rows and return the largest difference from one process."""
     torch.manual_seed(0)
-    model: Any = LanguageModel({"causal": ForCausalLMLoss, "masked": ForMaskedLMLoss}[name])
+    kind = Translator if name == "translating" else LanguageModel
+    model: Any = kind(ForMaskedLMLoss if name == "masked" else ForCausalLMLoss)
     plain = copy.deepcopy(model)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
     booster = Booster(precision="fp64")
@@ -85,7 +97,7 @@ def tune(name: str) -> float:
     return max(float((ours - value).detach().abs().max()) for ours, value in pairs)
 
 
-@pytest.mark.parametrize("name", ["causal", "masked"])
+@pytest.mark.parametrize("name", ["causal", "masked", "translating"])
 def test_losses_inside_models_count_their_labels(name: str) -> None:
     """Ranks have different numbers of labels that count, and causal models never count the first of a row."""
     assert max(run_ranks(tune, 2, name)) < 1e-10

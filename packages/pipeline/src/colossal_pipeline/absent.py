@@ -9,12 +9,15 @@ that a stage does not have can silently become part of a result.
 An absent tensor wraps a tensor on the ``meta`` device, its shadow, on which torch works out the shapes
 of results. Writing into an absent tensor changes nothing. Writing an absent tensor into a real one leaves
 that one as it is: such a tensor is needed on this stage only where all that it is made of was sent here.
+
+Working a shape out takes torch much longer than adding two small tensors, so the forms of results are kept.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,14 +27,31 @@ from colossal_core.errors import CapabilityError
 __all__ = ["Absent", "NeedsValuesError", "run_on_shadows"]
 
 
+MAX_RESULTS = 4096
+"""Forms of results that are kept: code between modules computes the same again for each micro-batch."""
+
+_ASKS_MEMORY = {torch.ops.aten.as_strided.default}
+"""Operations whose result depends on how large the memory behind a tensor is."""
+
+
 class NeedsValuesError(CapabilityError):
     """Code looks at a value of a tensor that is not there."""
+
+
+class _Form(NamedTuple):
+    """All that there is to know of a tensor without values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Absent(torch.Tensor):
     """A tensor without values; see Note [Shadows]."""
 
-    shadow: torch.Tensor
+    _shadow: torch.Tensor | None
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - as theirs
 
     @staticmethod
@@ -42,21 +62,30 @@ class Absent(torch.Tensor):
             shadow: A tensor on the ``meta`` device.
             device: Where the tensor would be.
         """
-        made: Absent = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as above
-            Absent,
-            shadow.size(),
-            strides=shadow.stride(),
-            storage_offset=shadow.storage_offset(),
-            dtype=shadow.dtype,
-            device=device,
-        )
-        made.shadow = shadow
-        return made
+        form = _Form(shadow.size(), shadow.stride(), int(shadow.storage_offset()), shadow.dtype, device)
+        return Absent._of(form, shadow)
 
     @staticmethod
     def like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
         """Return an absent tensor of a shape."""
-        return Absent.over(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+        return Absent._of(_dense(tuple(shape), dtype, device))
+
+    @staticmethod
+    def _of(form: _Form, shadow: torch.Tensor | None = None) -> Absent:
+        """Return an absent tensor of a form."""
+        shape, strides, offset, dtype, device = form
+        made: Absent = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - as above
+            Absent, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device
+        )
+        made._shadow = shadow
+        return made
+
+    @property
+    def shadow(self) -> torch.Tensor:
+        """Its shadow; many never need one."""
+        if self._shadow is None:
+            self._shadow = _shadow_of(self)
+        return self._shadow
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares how it is called
@@ -68,7 +97,12 @@ class Absent(torch.Tensor):
     ) -> Any:
         """Work out the shape of a result."""
         del types
-        return run_on_shadows(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if _is_pure(func):
+            form = _result_of(func, *map(_form_of, args), **{k: _form_of(v) for k, v in kwargs.items()})
+            if form is not None:
+                return Absent._of(form)
+        return run_on_shadows(func, args, kwargs)
 
     def tolist(self) -> NoReturn:
         """Refuse: there are no values."""
@@ -108,7 +142,7 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             device = leaf.device if device is None else device
             shadow = leaf.shadow
         else:
-            shadow = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+            shadow = _shadow_of(leaf)
         originals[id(shadow)] = leaf
         return shadow
 
@@ -126,6 +160,54 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return originals.get(id(leaf)) if id(leaf) in originals else Absent.over(leaf, home)
 
     return pytree.tree_map(lift, results)
+
+
+@functools.lru_cache(MAX_RESULTS)
+def _dense(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Form:
+    """Return the form of a contiguous tensor."""
+    shadow = torch.empty(shape, dtype=dtype, device="meta")
+    return _Form(shadow.size(), shadow.stride(), 0, dtype, device)
+
+
+def _shadow_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same form on the ``meta`` device."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@functools.cache
+def _is_pure(func: Any) -> bool:
+    """Whether the form of what an operation returns follows from forms, and it changes nothing."""
+    if not isinstance(func, torch._ops.OpOverload) or func in _ASKS_MEMORY:  # noqa: SLF001 - as above
+        return False
+    schema = func._schema  # noqa: SLF001 - torch has no other place of it
+    return not schema.is_mutable and [str(one.type) for one in schema.returns] == ["Tensor"]
+
+
+def _form_of(value: Any) -> Any:
+    """Return an argument with forms in place of tensors, as something that can be looked up."""
+    if isinstance(value, torch.Tensor):
+        return _Form(value.size(), value.stride(), int(value.storage_offset()), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(_form_of(one) for one in value)
+    return value
+
+
+def _absent_of(value: Any) -> Any:
+    """Return what :func:`_form_of` was given, with absent tensors."""
+    if isinstance(value, _Form):
+        return Absent._of(value)  # noqa: SLF001 - of this module
+    return [_absent_of(one) for one in value] if isinstance(value, tuple) else value
+
+
+@functools.lru_cache(MAX_RESULTS, typed=True)
+def _result_of(func: Any, *args: Any, **kwargs: Any) -> _Form | None:
+    """Return the form of what a pure operation returns, and None where that takes tensors to know."""
+    given = [_absent_of(one) for one in args]
+    result = run_on_shadows(func, given, {name: _absent_of(one) for name, one in kwargs.items()})
+    if not isinstance(result, Absent) or any(result is one for one in given):
+        return None
+    found: _Form = _form_of(result)
+    return found
 
 
 def _refusal(call: str, reason: str = "") -> NeedsValuesError:

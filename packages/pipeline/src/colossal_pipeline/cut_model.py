@@ -7,31 +7,72 @@ out once for each of them and kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from attrs import define, field
 from torch import nn
 
 from colossal_core.errors import UsageError
-from colossal_core.runtime.swapping import replaced_tensors
+from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.swapping import Slot, find_slots, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent
 from colossal_pipeline.items import find_items
 from colossal_pipeline.routes import Form, cut_flow
 from colossal_pipeline.stages import Stages
 from colossal_pipeline.tracing import trace
+from colossal_pipeline.transport import Timetable
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call
     from colossal_core.runtime.context import Context
+    from colossal_core.runtime.table import Entry
+    from colossal_core.schedule import Action
 
 __all__ = ["CutModel"]
 
 MAX_FORMS = 64
 """Forms that are kept; batches of more different shapes are looked into again."""
+
+
+@define(eq=False)
+class _Look:
+    """What a model consists of; steps ask for it often.
+
+    Attributes:
+        mark: Addresses of all modules and parameters, which tell whether the model is still the same.
+        modules: Its modules.
+        absent: The parameters of which this rank has nothing.
+        places: Where modules find them.
+        parameters: All parameters.
+        communicates: Whether modules wait for other ranks in forward.
+    """
+
+    mark: list[int]
+    modules: tuple[nn.Module, ...]
+    absent: Mapping[nn.Parameter, Entry]
+    places: Sequence[Slot]
+    parameters: tuple[nn.Parameter, ...] = field(init=False)
+    communicates: bool = field(init=False)
+    _missing: dict[nn.Parameter, torch.Tensor] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Count what is asked for."""
+        self.parameters = tuple(self.modules[0].parameters())
+        self.communicates = any(isinstance(module, Synchronised) for module in self.modules)
+
+    def missing(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """Return tensors without values in place of what is absent; none of them was written."""
+        if not self._missing or any(tensor.grad_fn is not None for tensor in self._missing.values()):
+            self._missing = {
+                parameter: Absent.like(entry.shape, parameter.dtype, parameter.device)
+                for parameter, entry in self.absent.items()
+            }
+        return self._missing
 
 
 @final
@@ -51,6 +92,7 @@ class CutModel:
         holders: Mapping[str, frozenset[int]],
         context: Context,
         *,
+        own: Collection[int],
         keeps_forms: bool = True,
     ) -> None:
         """Know the model; it is cut already.
@@ -60,18 +102,21 @@ class CutModel:
             stages: Stage of each item.
             holders: For each parameter, by all its names, the stages whose rank holds it.
             context: The parameter table, where outputs go, and how cut layers show serial shapes.
+            own: Stages of this rank.
             keeps_forms: Whether what flows depends on shapes only.
         """
         self.has_compared = False
         self._keeps_forms = keeps_forms
         self.model = model
-        self.stages: Stages = Stages(model, find_items(model), stages, context.crossing)
+        self.stages: Stages = Stages(model, find_items(model), stages, own, context.crossing)
         self._stage_of = dict(stages)
         self._num_stages = max(stages.values()) + 1
         self._holders = dict(holders)
         self._table = context.table
         self._views = context.serial_views
+        self._look: _Look | None = None
         self._forms: OrderedDict[Hashable, tuple[Form, Any]] = OrderedDict()
+        self._timetables: OrderedDict[Hashable, Timetable] = OrderedDict()
 
     def forms(
         self,
@@ -90,7 +135,7 @@ class CutModel:
             trains,
             wants_outputs,
             self.model.training,
-            tuple(parameter.requires_grad for parameter in self.model.parameters()),
+            tuple(parameter.requires_grad for parameter in (self._look or self.look()).parameters),
             _identity(criterion),
         )
         return [
@@ -132,16 +177,43 @@ class CutModel:
         self._forms.move_to_end(key)
         return found[0]
 
+    def timetable(
+        self,
+        placement: Sequence[int],
+        forms: Sequence[Form],
+        actions: tuple[tuple[Action, ...], ...],
+        rank: int,
+    ) -> Timetable:
+        """Return which letters there are in a step; as :meth:`.Timetable.of`."""
+        key = (tuple(forms), actions)
+        found = self._timetables.get(key)
+        if found is None:
+            found = self._timetables[key] = Timetable.of(placement, forms, actions, rank)
+            if len(self._timetables) > MAX_FORMS:
+                self._timetables.popitem(last=False)
+        return found
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Let parameters of other ranks look absent, with their shapes, while stages run."""
-        missing: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in self.model.parameters():
-            entry = self._table.entry_of(parameter)
-            if entry is not None and not entry.parts:
-                missing[parameter] = Absent.like(entry.shape, parameter.dtype, parameter.device)
-        with replaced_tensors(self.model, missing):
+        look = self._look or self.look()
+        with replaced_tensors(self.model, look.missing(), places=look.places):
             yield
+
+    def look(self) -> _Look:
+        """Return what the model consists of, found out anew where it has changed; once per step."""
+        modules = tuple(self.model.modules())
+        held = [value for module in modules for value in module._parameters.values()]  # noqa: SLF001 - as torch.func
+        flat = [vars(module).get("_flat_weights") for module in modules]  # of recurrent modules
+        mark = list(map(id, (*modules, *held, *flat)))
+        if self._look is None or self._look.mark != mark:
+            absent = {
+                parameter: entry
+                for parameter in self.model.parameters()
+                if (entry := self._table.entry_of(parameter)) is not None and not entry.parts
+            }
+            self._look = _Look(mark, modules, absent, find_slots(self.model, absent))
+        return self._look
 
     def refuse_calls(self, _model: nn.Module, _args: Any) -> None:
         """Refuse a call of the model by the user; a forward pre-hook.

@@ -8,14 +8,12 @@ nobody has to tell anybody what will be sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 
 from colossal_core.runtime.trees import map_leaves
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Call", "Flow", "LeafKey", "LeafSpec", "Slot", "list_leaves"]
 
@@ -74,6 +72,7 @@ class Call:
         leaves: The tensors that it returns.
         needs: Outputs of earlier calls that its arguments are made of.
         parameters: Names of parameters that its arguments are made of, outside all items.
+        passes_arguments: Whether it returns an argument as it is.
     """
 
     item: str
@@ -82,6 +81,12 @@ class Call:
     leaves: tuple[LeafSpec, ...]
     needs: frozenset[LeafKey]
     parameters: frozenset[str]
+    passes_arguments: bool = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look up what is asked for with every micro-batch."""
+        slots = (leaf for leaf in list_leaves(self.template) if isinstance(leaf, Slot))
+        object.__setattr__(self, "passes_arguments", any(slot.is_argument for slot in slots))
 
 
 @frozen(eq=False)
@@ -96,6 +101,7 @@ class Flow:
         template: What the model returns, with a :class:`Slot` in place of each tensor.
         outputs: Forms of these tensors.
         flops: For each item, what its products cost in forward, in FLOP.
+        numbers: Number of each call, by its item and how many calls of that came before.
     """
 
     calls: tuple[Call, ...]
@@ -105,6 +111,12 @@ class Flow:
     template: Any
     outputs: tuple[LeafSpec, ...]
     flops: Mapping[str, float]
+    numbers: Mapping[tuple[str, int], int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look up what is asked for with every micro-batch."""
+        numbers = {(call.item, call.number): number for number, call in enumerate(self.calls)}
+        object.__setattr__(self, "numbers", numbers)
 
     def spec(self, key: LeafKey) -> LeafSpec:
         """Return the form of a tensor."""
@@ -117,6 +129,8 @@ class Flow:
 
 def list_leaves(tree: Any) -> list[Any]:
     """Return the leaves of arguments or outputs, containers of any kind opened, in a fixed order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[Any] = []
 
     def visit(_: str, leaf: Any) -> Any:

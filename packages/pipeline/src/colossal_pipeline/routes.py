@@ -44,13 +44,23 @@ class Routes:
         last_calls: For each stage the last call that it computes, None for one that computes none.
         routes: All routes, in the order of sources and targets.
         gradients: The same routes with only those tensors whose gradient comes back.
+        wanted: For each stage the tensors that others need of it.
     """
 
     num_stages: int
     stage_of: tuple[int, ...]
     last_calls: tuple[int | None, ...]
     routes: tuple[Route, ...]
-    gradients: tuple[Route, ...] = field()
+    gradients: tuple[Route, ...]
+    wanted: tuple[frozenset[LeafKey], ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look up what is asked for with every micro-batch."""
+        wanted = (
+            frozenset(key for route in self.out_of(stage) for key in route.keys)
+            for stage in range(self.num_stages)
+        )
+        object.__setattr__(self, "wanted", tuple(wanted))
 
     def into(self, stage: int) -> tuple[Route, ...]:
         """Return what a stage receives in forward."""

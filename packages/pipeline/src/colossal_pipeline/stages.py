@@ -12,7 +12,8 @@ code between modules that runs on several stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,9 +27,11 @@ from colossal_core.runtime.batches import loss_of
 from colossal_core.runtime.draws import mix_seed
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent
-from colossal_pipeline.flow import Call, Flow, LeafKey, Slot, list_leaves
+from colossal_pipeline.flow import Flow, LeafKey, Slot, list_leaves
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from colossal_core.runtime.batches import Call as ModelCall
     from colossal_core.runtime.borders import Crossing
     from colossal_pipeline.items import Item
@@ -123,7 +126,12 @@ class Stages:
     """Runs stages of one model on this rank."""
 
     def __init__(
-        self, model: nn.Module, items: Sequence[Item], stages: Mapping[str, int], crossing: Crossing
+        self,
+        model: nn.Module,
+        items: Sequence[Item],
+        stages: Mapping[str, int],
+        own: Collection[int],
+        crossing: Crossing,
     ) -> None:
         """Know the model.
 
@@ -131,12 +139,14 @@ class Stages:
             model: The model, of which this rank may hold parts only.
             items: Its items.
             stages: Stage of each item.
+            own: Stages of this rank.
             crossing: Tells borders that outputs go into a loss, and completes what other stages get.
         """
         self._model = model
         self._crossing = crossing
         self.items = tuple(items)
         self._stages = dict(stages)
+        self._own = frozenset(own)
         self._run: _Run | None = None
         self.is_running = False
 
@@ -170,10 +180,10 @@ class Stages:
             if self._run is not None and self._run.stage == stage:
                 self._run.leave(item.name, outputs)
 
-        handles = [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave),
-        ]
+        handles: list[RemovableHandle] = []
+        if stage in self._own:  # hooks are slow, and elsewhere there is nothing to do around forward
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
         slots["forward"] = forward
         try:
             yield
@@ -246,8 +256,8 @@ class _Run:
         seed: Of the step and the micro-batch.
         crossing: Completes what other stages get.
         counts: How often each item was called.
-        kept: What other stages need: the tensors as modules returned them, until the end of forward.
-        wanted: Which tensors those are.
+        sent: What other stages need: values without graph, contiguous.
+        edges: Where their gradients enter the graph.
     """
 
     flow: Flow
@@ -259,13 +269,11 @@ class _Run:
     counts: dict[str, int] = field(factory=dict)
     sent: dict[LeafKey, torch.Tensor] = field(factory=dict)
     edges: dict[LeafKey, GradientEdge] = field(factory=dict)
-    wanted: frozenset[LeafKey] = field(init=False)
-    calls: Mapping[tuple[str, int], int] = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        """Look up what is asked for often."""
-        self.wanted = frozenset(key for route in self.routes.out_of(self.stage) for key in route.keys)
-        self.calls = {(call.item, call.number): index for index, call in enumerate(self.flow.calls)}
+    @property
+    def wanted(self) -> frozenset[LeafKey]:
+        """The tensors that other stages need."""
+        return self.routes.wanted[self.stage]
 
     def outcome(self, loss: torch.Tensor | None, outputs: Any) -> StageOutcome:
         """Return what was computed."""
@@ -282,7 +290,7 @@ class _Run:
 
     def draw(self, where: str, number: int) -> None:
         """Seed the generators; see Note [Random numbers]."""
-        seed = mix_seed(self.seed, where, number)
+        seed = self.seed ^ _place_of(where, number)
         # torch.manual_seed also queues a call, with a traceback, for each kind of device that is not in use.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
@@ -297,7 +305,9 @@ class _Run:
                 raise _surprise(name, f"was given a tensor of another stage at {path}")
             return leaf
 
-        map_leaves(check, (args, kwargs))
+        # Mostly there are a few plain tensors.
+        if kwargs or any(type(leaf) is not torch.Tensor for leaf in args):
+            map_leaves(check, (args, kwargs))
         self.draw("call", number)
 
     def leave(self, name: str, outputs: Any) -> None:
@@ -316,32 +326,35 @@ class _Run:
         number = self._find(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         call = self.flow.calls[number]
-        arguments = list_leaves((args, kwargs)) if _passes_arguments(call) else []
+        arguments = list_leaves((args, kwargs)) if call.passes_arguments else []
 
         def fill(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, Slot):
                 return leaf
             if leaf.is_argument:
                 return arguments[leaf.index]
-            found = self.received.get(LeafKey(number, leaf.index))
+            found = self.received.get(LeafKey(number, leaf.index)) if self.received else None
             if found is not None and found.tensor is not None:
                 return found.tensor
             spec = call.leaves[leaf.index]
             return Absent.like(spec.shape, spec.dtype, device)
 
-        result = map_leaves(fill, call.template)
+        template = call.template
+        result = fill("", template) if isinstance(template, Slot) else map_leaves(fill, template)
         self.draw("behind", number)
         return result
 
     def _find(self, name: str) -> int:
         """Return the number of the next call of an item in the flow."""
-        number = self.calls.get((name, self.counts.get(name, 0)))
+        number = self.flow.numbers.get((name, self.counts.get(name, 0)))
         if number is None:
             raise _surprise(name, f"is called more than {self.counts.get(name, 0)} times")
         return number
 
     def _take(self, number: int, outputs: Any) -> None:
         """Check the outputs of a call, and take those that other stages need."""
+        if type(outputs) is torch.Tensor and LeafKey(number, 0) not in self.wanted:
+            return  # one real tensor that nobody else needs: nothing to do, as for most calls
         call = self.flow.calls[number]
         leaves = [leaf for leaf in list_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         if len(leaves) != len(call.leaves):
@@ -364,9 +377,10 @@ class _Run:
                 self.edges[key] = get_gradient_edge(leaf)
 
 
-def _passes_arguments(call: Call) -> bool:
-    """Whether a call returns an argument as it is."""
-    return any(isinstance(leaf, Slot) and leaf.is_argument for leaf in list_leaves(call.template))
+@functools.cache
+def _place_of(where: str, number: int) -> int:
+    """Return a number that tells places in a program apart in each of its bits."""
+    return mix_seed(where, number)
 
 
 def _surprise(name: str, what: str) -> CapabilityError:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from colossal_core.errors import ColossalError, UsageError
 from colossal_core.runtime.batches import split_batch
-from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.draws import mix_seed
 from colossal_core.runtime.loading import CHECK_VARIABLE
 from colossal_core.runtime.trees import map_leaves
 from colossal_core.schedule import Action, PipelineShape, Work
@@ -37,7 +37,7 @@ from colossal_pipeline.flow import LeafKey, Slot, list_leaves
 from colossal_pipeline.microbatches import MicroBatch, Share, cut_share
 from colossal_pipeline.splitting import SplitBackward
 from colossal_pipeline.stages import StageOutcome, enter_graph
-from colossal_pipeline.transport import Letter, Transport, letters_for, letters_of
+from colossal_pipeline.transport import Letter, Transport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,8 +145,8 @@ class Step:
         self._split: dict[tuple[int, int], SplitBackward] = {}
         self._outputs: Any = None
         self._forms: list[Form] = []
-        self._communicates = any(isinstance(module, Synchronised) for module in cut.model.modules())
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._context.mesh.device)
+        self._communicates = cut.look().communicates
+        self._losses: list[tuple[torch.Tensor, float]] = []
         self._failure: Exception | None = None
         self._begun = 0.0
         self.spans: list[tuple[float, float]] = []
@@ -202,7 +202,10 @@ class Step:
         """
         gear = self._gear
         actions = gear.actions(len(share.microbatches), trains=self._trains)
-        transport = Transport(self._context, gear.placement, self._forms, actions)
+        timetable = self._cut.timetable(gear.placement, self._forms, actions, gear.line.index)
+        transport = Transport(
+            self._context, gear.placement, self._forms, timetable, [len(row) for row in actions]
+        )
         row = actions[gear.line.index]
         self._begun = time.perf_counter()  # ranks have just heard of each other
         states = _random_states()
@@ -213,24 +216,31 @@ class Step:
         with ExitStack() as held, self._cut.in_use(), self._cut.stages.watched():
             if self._trains:
                 held.enter_context(gear.manager.hold())
+                held.enter_context(gear.context.arrivals.unseen())
             for number, action in enumerate(row):
-                for coming in row[number : number + 2]:
-                    transport.post(coming)
+                transport.post(number)
+                transport.post(number + 1)
                 if number == last:
                     held.close()  # this backward is the last one that brings gradients
                 piece = share.microbatches[action.microbatch]
                 with self._counting(piece):
-                    self._take(action, piece, transport, terms)
+                    self._take(number, action, piece, transport, terms)
         transport.finish()
         _set_random_states(*states)
-        if self._failure is not None:
-            self._loss.fill_(math.nan)
-        self._context.collectives.all_reduce(self._loss, gear.everyone, phase="loss").wait()
+        loss = self._own_loss()
+        self._context.collectives.all_reduce(loss, gear.everyone, phase="loss").wait()
         if self._failure is not None:
             raise self._failure
-        if not bool(torch.isfinite(self._loss)):
+        if not bool(torch.isfinite(loss)):
             self._agreement.raise_noted_failure()
-        return self._loss.to(torch.float32)
+        return loss.to(torch.float32)
+
+    def _own_loss(self) -> torch.Tensor:
+        """Return what this rank adds to the loss of the step; NaN where it has failed."""
+        loss = torch.zeros((), dtype=torch.float64, device=self._context.mesh.device)
+        for value, part in self._losses:
+            loss.add_(value, alpha=part)
+        return loss if self._failure is None else loss.fill_(math.nan)
 
     def tell_outputs(self) -> Any:
         """Return the outputs of the last stage on all ranks; collective along the pipeline."""
@@ -320,26 +330,28 @@ class Step:
 
     # --- actions --------------------------------------------------------------------------------------------
 
-    def _take(self, action: Action, piece: MicroBatch, transport: Transport, terms: _Terms) -> None:
+    def _take(
+        self, number: int, action: Action, piece: MicroBatch, transport: Transport, terms: _Terms
+    ) -> None:
         """Take one action, or go through its motions once this rank has failed."""
-        form = self._forms[action.microbatch]
-        received = {letter: transport.receive(letter) for letter in letters_for(action, form.routes)}
+        gives = transport.timetable.gives[number]
+        received = {letter: transport.receive(letter) for letter in transport.timetable.needs[number]}
         begun = self._now()
         letters: Letters = {}
         if self._failure is None:
             try:
                 if action.work is Work.FORWARD:
-                    letters = self._forward(action, piece, received, terms)
+                    letters = self._forward(action, piece, received, gives, terms)
                 elif action.work is Work.WEIGHT:
                     self._split.pop((action.stage, action.microbatch)).weights()
                 else:
-                    letters = self._backward(action, received)
+                    letters = self._backward(action, received, gives)
             except Exception as err:
                 if self._communicates or self._context.serial_views:
                     raise
                 self._fail(err)
         if self._failure is not None:
-            letters = {letter: transport.blank(letter) for letter in letters_of(action, form.routes)}
+            letters = {letter: transport.blank(letter) for letter in gives}
         self.spans.append((begun, self._now()))
         for letter, tensors in letters.items():
             transport.send(letter, tensors)
@@ -350,7 +362,14 @@ class Step:
             torch.cuda.synchronize(self._context.mesh.device)
         return time.perf_counter() - self._begun
 
-    def _forward(self, action: Action, piece: MicroBatch, received: Letters, terms: _Terms) -> Letters:
+    def _forward(
+        self,
+        action: Action,
+        piece: MicroBatch,
+        received: Letters,
+        gives: Sequence[Letter],
+        terms: _Terms,
+    ) -> Letters:
         """Run a stage, and return what other stages get."""
         form = self._forms[action.microbatch]
         entries = {
@@ -360,16 +379,13 @@ class Step:
             for letter, tensors in received.items()
             for key, data in zip(letter.route.keys, tensors, strict=True)
         }
-        seed = terms.seed + action.microbatch
+        seed = mix_seed(terms.seed, action.microbatch)
         outcome = self._cut.stages.run(action.stage, piece.call, self._criterion, form, entries, seed=seed)
         if outcome.loss is not None:
             outcome = self._begin_backward(outcome, piece, terms)
         if self._trains:
             self._held[action.stage, action.microbatch] = outcome.without_values()
-        return {
-            letter: [outcome.sent[key] for key in letter.route.keys]
-            for letter in letters_of(action, form.routes)
-        }
+        return {letter: [outcome.sent[key] for key in letter.route.keys] for letter in gives}
 
     def _begin_backward(self, outcome: StageOutcome, piece: MicroBatch, terms: _Terms) -> StageOutcome:
         """Add the loss of a micro-batch to that of the step, and return where backward begins."""
@@ -377,7 +393,8 @@ class Step:
         part = piece.weight / terms.total
         counts = piece.weight != 0
         if counts:
-            self._loss += outcome.loss.detach().double() * part
+            # A copy, since torch leaves some losses in the memory that their elements were in.
+            self._losses.append((outcome.loss.detach().to(torch.float64, copy=True), part))
         if self._wants_outputs:
             self._outputs = self._context.crossing.complete(outcome.outputs)
         if not self._trains:
@@ -386,7 +403,7 @@ class Step:
         gradient = torch.full_like(root.detach(), part * terms.factor if counts else 0.0)
         return evolve(outcome, roots=((get_gradient_edge(root), gradient),))
 
-    def _backward(self, action: Action, received: Letters) -> Letters:
+    def _backward(self, action: Action, received: Letters, gives: Sequence[Letter]) -> Letters:
         """Run backward of a stage, or the half that others wait for, and return what other stages get."""
         form = self._forms[action.microbatch]
         place = (action.stage, action.microbatch)
@@ -407,8 +424,7 @@ class Step:
         elif roots:
             torch.autograd.backward(roots, values)
         return {
-            letter: [self._gradient_of(outcome, key, form) for key in letter.route.keys]
-            for letter in letters_of(action, form.routes)
+            letter: [self._gradient_of(outcome, key, form) for key in letter.route.keys] for letter in gives
         }
 
     def _gradient_of(self, outcome: StageOutcome, key: LeafKey, form: Form) -> torch.Tensor:

@@ -117,12 +117,14 @@ class PipelineStrategy(AbstractStrategy):
                 else:
                     tensor.data = tensor.detach().new_empty(0)
             context.table.cut(key, parts=parts)
+        here = context.mesh.layout.coordinates(context.mesh.rank)[AXIS]
         for name, model in models.items():
             cut = CutModel(
                 model,
                 self._stages[name],
                 self._holders[name],
                 context,
+                own=[stage for stage, rank in enumerate(self._placement()) if rank == here],
                 keeps_forms=self.options.flow == "shapes",
             )
             self._cut[model] = cut

@@ -17,7 +17,6 @@ arrived, and their tensors can go.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
@@ -32,13 +31,14 @@ from colossal_pipeline.routes import Form, Route, Routes
 
 if TYPE_CHECKING:
     from colossal_core.runtime.context import Context
+    from colossal_core.runtime.mesh import Group
 
-__all__ = ["AXIS", "CHANNELS", "Letter", "Transport", "channel_of", "letters_for", "letters_of"]
+__all__ = ["AXIS", "CHANNELS", "Letter", "Timetable", "Transport", "letters_for", "letters_of"]
 
 AXIS = "pipeline"
 
 CHANNELS = ("stages.down", "stages.up")
-"""Channels of messages to lower and to higher ranks; see Note [Two directions]."""
+"""Channels of messages to lower and to higher ranks, in this order; see Note [Two directions]."""
 
 
 @final
@@ -88,6 +88,63 @@ def letters_for(action: Action, routes: Routes) -> Iterator[Letter]:
 
 
 @final
+@frozen(eq=False)
+class Timetable:
+    """Which letters the actions of steps need and give; one object for all steps with equal micro-batches.
+
+    Attributes:
+        needs: For each action of this rank, what it needs from other stages.
+        gives: For each action of this rank, what it gives to other stages.
+        awaited: For each other rank, what it sends to this one, in its order.
+        needed: For each letter, which action of its receiver needs it.
+        made: For each letter, which action of its sender gives it.
+    """
+
+    needs: tuple[tuple[Letter, ...], ...]
+    gives: tuple[tuple[Letter, ...], ...]
+    awaited: Mapping[int, tuple[Letter, ...]]
+    needed: Mapping[Letter, int]
+    made: Mapping[Letter, int]
+
+    @staticmethod
+    def of(
+        placement: Sequence[int], forms: Sequence[Form], actions: Sequence[Sequence[Action]], rank: int
+    ) -> Timetable:
+        """Write down the letters of a step.
+
+        Args:
+            placement: Rank of each stage, along the axis.
+            forms: Form of each micro-batch.
+            actions: For each rank, what it computes in order.
+            rank: This one.
+        """
+        needs = [
+            [tuple(letters_for(action, forms[action.microbatch].routes)) for action in row] for row in actions
+        ]
+        gives = [
+            [tuple(letters_of(action, forms[action.microbatch].routes)) for action in row] for row in actions
+        ]
+        return Timetable(
+            needs=tuple(needs[rank]),
+            gives=tuple(gives[rank]),
+            awaited={
+                other: tuple(
+                    letter for given in row for letter in given if placement[letter.receiver] == rank
+                )
+                for other, row in enumerate(gives)
+                if other != rank
+            },
+            needed=_numbers(needs),
+            made=_numbers(gives),
+        )
+
+
+def _numbers(rows: Sequence[Sequence[Sequence[Letter]]]) -> dict[Letter, int]:
+    """Return for each letter the number of its action in the row of a rank."""
+    return {letter: number for row in rows for number, letters in enumerate(row) for letter in letters}
+
+
+@final
 @define(eq=False)
 class Transport:
     """Carries the letters of one step.
@@ -96,38 +153,33 @@ class Transport:
         context: Mesh and collectives.
         placement: Rank of each stage, along the axis.
         forms: Form of each micro-batch.
-        actions: For each rank, what it computes in order.
+        timetable: Which letters there are.
+        num_actions: For each rank, how many actions it takes.
     """
 
     context: Context
     placement: Sequence[int]
     forms: Sequence[Form]
-    actions: Sequence[Sequence[Action]]
+    timetable: Timetable
+    num_actions: Sequence[int]
     _rank: int = field(init=False)
-    _awaited: Mapping[int, deque[Letter]] = field(init=False)
+    _groups: tuple[Group, Group] = field(init=False)
+    _awaited: Mapping[int, Iterator[Letter]] = field(init=False)
     _posted: dict[Letter, list[tuple[torch.Tensor, Pending]]] = field(factory=dict, init=False)
     _local: dict[Letter, list[torch.Tensor]] = field(factory=dict, init=False)
     _sent: dict[int, list[tuple[int, torch.Tensor, Pending]]] = field(factory=dict, init=False)
-    _needed: dict[Letter, int] = field(factory=dict, init=False)
-    _made: dict[Letter, int] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Write down in which order each other rank sends to this one."""
-        self._rank = self.context.mesh.group(GroupSpec((AXIS,))).index
-        self._awaited = {
-            rank: deque(letter for action in row for letter in self._letters(action) if self._is_mine(letter))
-            for rank, row in enumerate(self.actions)
-            if rank != self._rank
-        }
-        for row in self.actions:
-            for index, action in enumerate(row):
-                routes = self.forms[action.microbatch].routes
-                self._needed.update(dict.fromkeys(letters_for(action, routes), index))
-                self._made.update(dict.fromkeys(letters_of(action, routes), index))
+        """Look up the groups."""
+        mesh, spec = self.context.mesh, GroupSpec((AXIS,))
+        self._rank = mesh.group(spec).index
+        down, up = (mesh.group(spec, channel) for channel in CHANNELS)
+        self._groups = down, up
+        self._awaited = {rank: iter(letters) for rank, letters in self.timetable.awaited.items()}
 
-    def post(self, action: Action) -> None:
-        """Get ready to receive what an action will need."""
-        for letter in letters_for(action, self.forms[action.microbatch].routes):
+    def post(self, number: int) -> None:
+        """Get ready to receive what an action of this rank will need; nothing behind the last one."""
+        for letter in self.timetable.needs[number] if number < len(self.timetable.needs) else ():
             self._post(letter)
 
     def receive(self, letter: Letter) -> list[torch.Tensor]:
@@ -138,7 +190,7 @@ class Transport:
         parts = self._posted.pop(letter)
         for _, pending in parts:
             pending.wait()
-        self._let_go(self.placement[letter.sender], self._made[letter])
+        self._let_go(self.placement[letter.sender], self.timetable.made[letter])
         return [tensor for tensor, _ in parts]
 
     def send(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> None:
@@ -147,11 +199,11 @@ class Transport:
         if rank == self._rank:
             self._local[letter] = list(tensors)
             return
-        group = self.context.mesh.group(GroupSpec((AXIS,)), channel_of(self._rank, rank))
+        group, needed = self._groups[rank > self._rank], self.timetable.needed[letter]
         for tensor in tensors:
             if tensor.numel():
                 pending = self.context.collectives.send(tensor, group, destination=rank, phase=_phase(letter))
-                self._sent.setdefault(rank, []).append((self._needed[letter], tensor, pending))
+                self._sent.setdefault(rank, []).append((needed, tensor, pending))
 
     def blank(self, letter: Letter) -> list[torch.Tensor]:
         """Return tensors of a letter's form, to send in place of what cannot be computed."""
@@ -161,7 +213,7 @@ class Transport:
     def finish(self) -> None:
         """Wait until everything has left."""
         for rank in list(self._sent):
-            self._let_go(rank, len(self.actions[rank]))
+            self._let_go(rank, self.num_actions[rank])
 
     def _let_go(self, rank: int, index: int) -> None:
         """Let go of what a rank needed up to one of its actions; see Note [Messages that have arrived]."""
@@ -173,22 +225,14 @@ class Transport:
                 waiting.append((needed, tensor, pending))
         self._sent[rank] = waiting
 
-    def _letters(self, action: Action) -> Iterator[Letter]:
-        """Yield what an action of any rank gives to other stages."""
-        return letters_of(action, self.forms[action.microbatch].routes)
-
-    def _is_mine(self, letter: Letter) -> bool:
-        """Whether a letter is for this rank."""
-        return self.placement[letter.receiver] == self._rank
-
     def _post(self, letter: Letter) -> None:
         """Post the receives of a letter, and of all that its sender sends to this rank before it."""
         sender = self.placement[letter.sender]
         if sender == self._rank:
             return
-        group = self.context.mesh.group(GroupSpec((AXIS,)), channel_of(sender, self._rank))
-        while letter not in self._posted and letter in self._awaited[sender]:
-            found = self._awaited[sender].popleft()
+        group = self._groups[self._rank > sender]
+        while letter not in self._posted:
+            found = next(self._awaited[sender])
             flow = self.forms[found.microbatch].flow
             self._posted[found] = []
             for key in found.route.keys:
@@ -203,11 +247,6 @@ class Transport:
         """Return a tensor of the form of an output."""
         spec = flow.spec(key)
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.context.mesh.device)
-
-
-def channel_of(sender: int, receiver: int) -> str:
-    """Return the channel of messages from one rank to another; see Note [Two directions]."""
-    return CHANNELS[receiver > sender]
 
 
 def _phase(letter: Letter) -> str:

@@ -28,12 +28,14 @@ class Arrivals:
         weight: Factor of gradients of losses that the user's own code computes: rows of this rank times the
             data degree over rows of the global batch. 1.0 without a boosted loader.
         loss_scale: The loss scale of fp16, or None.
+        are_unseen: Whether no code of the user runs that may look at gradients: see :meth:`unseen`.
     """
 
     def __init__(self, loss_scale: LossScale | None = None) -> None:
         """Start with a weight of 1."""
         self.weight = 1.0
         self.loss_scale = loss_scale
+        self.are_unseen = False
 
     @property
     def scale(self) -> float:
@@ -61,3 +63,15 @@ class Arrivals:
                     yield
         finally:
             self.weight = before
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Run several backward passes between which nobody looks at ``p.grad``; inside of a hold.
+
+        Gradients may then stay in the place of ``p.grad`` from pass to pass, until the hold ends.
+        """
+        before, self.are_unseen = self.are_unseen, True
+        try:
+            yield
+        finally:
+            self.are_unseen = before

@@ -4,11 +4,14 @@ The one idea: the loss of a global batch is a weighted mean of the ranks' losses
 the rank's own mean was taken over: valid targets where the criterion ignores some, elements otherwise, or
 what the user says.
 
-# Note [Losses inside models] Models of the transformers library compute their loss from ``labels``, as the
-mean over those that are not -100, and take ``num_items_in_batch`` for the divisor. Causal ones predict the
-next token, so the first label of a row is never a target; the name of their ``loss_function`` tells.
+# Note [Losses inside models]
+Models of the transformers library compute their loss from ``labels``, as the mean over those that are not
+-100, and take ``num_items_in_batch`` for the divisor. Causal ones predict the next token, so the first label
+of a row is never a target; the name of their ``loss_function`` tells. It tells nothing of models that shift
+the inputs of their decoder instead, as T5 does: they have the same ``loss_function`` and do not use it.
 
-# Note [Dims of samples] Samples are rows: dim 0 of what has as many as there are samples. What is laid out in
+# Note [Dims of samples]
+Samples are rows: dim 0 of what has as many as there are samples. What is laid out in
 another way is named by the user: a keyword, a parameter of the model's forward, a key of a batch that is one
 mapping, or ``target``. From then on it is known by its path in the call.
 """
@@ -246,13 +249,21 @@ def _counted_labels(kwargs: Mapping[str, Any], model: nn.Module) -> float | None
     if "num_items_in_batch" not in parameters and not (takes_any and callable(loss_function)):
         return None
     labels = kwargs.get("labels")
-    if getattr(loss_function, "__name__", "") == "ForCausalLMLoss":
+    if getattr(loss_function, "__name__", "") == "ForCausalLMLoss" and not _shifts_inputs(model):
         shifted = kwargs.get("shift_labels")
         if isinstance(shifted, torch.Tensor):
             labels = shifted
         elif isinstance(labels, torch.Tensor):
             labels = labels[..., 1:]
     return float((labels != -100).sum()) if isinstance(labels, torch.Tensor) else None
+
+
+def _shifts_inputs(model: nn.Module) -> bool:
+    """Whether a model shifts the inputs of its decoder, and all labels are targets."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    return code is not None and "loss_function" not in code.co_names
 
 
 def _is_torch_loss(criterion: Criterion | None) -> bool:

@@ -174,6 +174,10 @@ class AbstractLane(ABC):
             counts: Whether the gradient counts; not that of a sample that stands in for an empty share.
         """
 
+    @abstractmethod
+    def receives(self, index: int, touch: Touch) -> bool:
+        """Whether a gradient can be put into its buffer now."""
+
     def end_backward(self) -> None:
         """Take the hint that a backward outside all holds has ended."""
         return
@@ -265,6 +269,11 @@ class SummedLane(AbstractLane):
             self.waiting[index] -= 1
             if self._terms.num_holds == 0 and self.launches_early:
                 self._launch_ready()
+
+    def receives(self, index: int, touch: Touch) -> bool:
+        """Whether a gradient can be put into its buffer now."""
+        del touch
+        return index >= self.next and not self.is_reduced
 
     def finish(self) -> bool:
         """Reduce everything, and what is stale on any rank once more."""

@@ -146,7 +146,7 @@ class ScatteredLane(AbstractLane):
         while self._num_owed and self._may_launch:
             self._close()
         target = None
-        if self._receives(index, touch):
+        if self.receives(index, touch):
             self._fold(index, touch)
             target = self._terms.accumulation_target(touch)
         touch.slot.parameter.grad = target
@@ -156,7 +156,7 @@ class ScatteredLane(AbstractLane):
         touch.num_touches += 1
         self._has_arrivals = True
         gradient = touch.slot.parameter.grad
-        receives = self._receives(index, touch)
+        receives = self.receives(index, touch)
         if not counts:  # as if this rank had not run backward
             touch.show_again()
         elif gradient is None:  # another hook has cleared it again
@@ -174,6 +174,11 @@ class ScatteredLane(AbstractLane):
         if receives and touch.num_touches == touch.num_predicted:
             self.waiting[index] -= 1
             self._launch_ready()
+
+    def receives(self, index: int, touch: Touch) -> bool:
+        """Whether a gradient can be put into its buffer now."""
+        is_open = index >= self.next and self._num_owed == 0
+        return is_open and not touch.withdraws and not self.is_reduced
 
     def end_backward(self) -> None:
         """Send what this backward left, where every backward is a round.
@@ -323,11 +328,6 @@ class ScatteredLane(AbstractLane):
             touch.show_nothing()
         else:
             touch.show_guard()
-
-    def _receives(self, index: int, touch: Touch) -> bool:
-        """Whether a gradient can be put into its buffer now."""
-        is_open = index >= self.next and self._num_owed == 0
-        return is_open and not touch.withdraws and not self.is_reduced
 
     def _make_room(self, index: int) -> None:
         """Make sure that there is memory for unreduced gradients which no message uses."""

@@ -6,7 +6,7 @@ hold other tensors. Parameter objects are not touched, and what forward assigns 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,27 +14,45 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["kept_attributes", "replaced_tensors"]
+__all__ = ["Slot", "find_slots", "kept_attributes", "replaced_tensors"]
+
+
+Slot = tuple[dict[str, Any], str, Any]
+"""A dictionary of a module, a name in it, and what is there."""
+
+
+def find_slots(model: nn.Module, tensors: Container[Any]) -> list[Slot]:
+    """Return where modules find some parameters and buffers.
+
+    Args:
+        model: The model.
+        tensors: Which ones.
+    """
+    found: list[Slot] = []
+    for module in model.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001 - as torch.func
+        for slots in held:
+            for name, tensor in slots.items():
+                if tensor is not None and tensor in tensors:
+                    found.append((slots, name, tensor))
+        flat = vars(module).get("_flat_weights")  # recurrent modules keep a list of their own
+        if isinstance(flat, list):
+            found.append((vars(module), "_flat_weights", flat))
+    return found
 
 
 @contextmanager
-def replaced_tensors(model: nn.Module, replacements: Mapping[Any, torch.Tensor]) -> Iterator[None]:
+def replaced_tensors(
+    model: nn.Module, replacements: Mapping[Any, torch.Tensor], *, places: Sequence[Slot] | None = None
+) -> Iterator[None]:
     """Let modules see other tensors in place of some parameters and buffers.
 
     Args:
         model: The model.
         replacements: What is seen in place of each tensor; others stay.
+        places: Where they are, if that is known.
     """
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)  # noqa: SLF001 - as torch.func
-        for slots in held:
-            for name, tensor in slots.items():
-                if tensor is not None and tensor in replacements:
-                    undo.append((slots, name, tensor))
-        flat = vars(module).get("_flat_weights")  # recurrent modules keep a list of their own
-        if isinstance(flat, list):
-            undo.append((vars(module), "_flat_weights", flat))
+    undo = find_slots(model, replacements) if places is None else places
     try:
         for slots, name, before in undo:
             is_list = isinstance(before, list)

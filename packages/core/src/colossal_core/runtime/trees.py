@@ -20,6 +20,8 @@ from colossal_core.errors import UsageError
 
 __all__ = ["cut_rows", "edited", "is_list_of_values", "map_leaves", "move_to"]
 
+_LEAVES = (torch.Tensor, str, bytes, int, float)
+
 Visit = Callable[[str, Any], Any]
 """Takes the path of a leaf, such as ``['labels'][0]``, and the leaf; returns what takes its place."""
 
@@ -49,23 +51,22 @@ def map_leaves(
     Returns:
         A tree of the same types, or the same object when no leaf was replaced by another object.
     """
-    if isinstance(tree, torch.Tensor | str | bytes) or (is_leaf is not None and is_leaf(tree)):
+    if isinstance(tree, _LEAVES) or tree is None or (is_leaf is not None and is_leaf(tree)):
         return visit(path, tree)
     items: list[tuple[Any, Any]]
-    if isinstance(tree, Mapping):
-        items = [(key, value) for key, value in tree.items()]
-    elif isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         items = list(enumerate(tree))
+    elif isinstance(tree, Mapping):
+        items = [(key, value) for key, value in tree.items()]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         items = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     else:
         return visit(path, tree)
-    mapped = [
-        (key, map_leaves(visit, value, is_leaf=is_leaf, path=f"{path}[{key!r}]")) for key, value in items
-    ]
-    if all(new is old for (_, new), (_, old) in zip(mapped, items, strict=True)):
-        return tree
-    return _rebuild(tree, dict(mapped))
+    mapped = [map_leaves(visit, value, is_leaf=is_leaf, path=f"{path}[{key!r}]") for key, value in items]
+    for new, (_, old) in zip(mapped, items, strict=True):
+        if new is not old:
+            return _rebuild(tree, {key: one for one, (key, _) in zip(mapped, items, strict=True)})
+    return tree
 
 
 def move_to(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
