@@ -84,12 +84,13 @@ class Outcome:
     elements: int = 0
 
 
-def build(name: str, *, resized: int | None = None, **changes: object) -> nn.Module:
+def build(name: str, *, resized: int | None = None, is_random: bool = True, **changes: object) -> nn.Module:
     """Return a model with random values, norm weights around one.
 
     Args:
         name: Which one.
         resized: Size that its vocabulary gets after it was made.
+        is_random: Whether values are drawn; those of a model on the meta device cannot be.
         changes: To its configuration.
     """
     import transformers as library
@@ -137,7 +138,8 @@ def build(name: str, *, resized: int | None = None, **changes: object) -> nn.Mod
     if resized is not None:
         made.resize_token_embeddings(resized, mean_resizing=False)
     model: nn.Module = made.double()
-    randomise(model, seed=3)
+    if is_random:
+        randomise(model, seed=3)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from colossal_testkit.models import GPT
 from colossal_testkit.ranks import run_ranks, run_ranks_expecting_errors
 from colossal_zero import Zero
 
-from .library_models import Outcome, train_on_ranks, train_serial
+from .library_models import Outcome, build, train_on_ranks, train_serial
 from .test_library_models import check
 
 pytestmark = pytest.mark.timeout(120)  # the first import of the library takes a while on a busy machine
@@ -201,3 +202,34 @@ def test_three_heads_cannot_be_cut_among_two_ranks() -> None:
     for error in run_ranks_expecting_errors(train_with_heads, 2, pieces, error=UsageError):
         assert "3 heads (vit.layers.0.attention.num_attention_heads)" in str(error)
         assert "legal degrees are 1, 3" in str(error)
+
+
+# --- weights of files ---------------------------------------------------------------------------------------
+
+
+def read_own_boxes(name: str, folder: str) -> tuple[int, int, Weights]:
+    """Build without memory, cut, and read; returns bytes read, bytes held, and all weights."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            model = build(name, is_random=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    booster = Booster(TensorParallel(degree=2), precision="fp64")
+    model = booster.boost(model)
+    report = booster.import_weights(model, folder)
+    held = sum(value.numel() * value.element_size() for value in model.parameters())
+    return report.bytes_read, held, weights_of(booster, model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_ranks_read_their_boxes_of_the_librarys_files(name: str, tmp_path: Path) -> None:
+    """Also those of experts, which files hold one by one and the model stacked."""
+    model: Any = build(name)
+    model.save_pretrained(tmp_path)
+
+    for num_read, num_held, weights in run_ranks(read_own_boxes, 2, name, str(tmp_path), timeout_seconds=100):
+        assert num_read <= 1.05 * num_held
+        assert num_held < 0.75 * sum(value.numel() * 8 for value in model.parameters())
+        for key, value in model.named_parameters():
+            assert torch.equal(weights[key], value.detach()), key

@@ -101,16 +101,17 @@ class Conversion:
                 hint="report it with the class of the model and the version of transformers",
             ) from err
 
-    def needed(self, forms: Forms, boxes: Mapping[str, Sequence[Box]]) -> frozenset[str]:
-        """Return the sources that elements in some boxes of the results come from.
+    def needed(self, forms: Forms, boxes: Mapping[str, Sequence[Box]]) -> dict[str, Box]:
+        """Return the boxes of sources that elements in some boxes of the results come from.
 
-        Runs the conversion on numbers of sources in place of weights, one or two bytes for each element.
+        Runs the conversion on numbers in place of weights: of sources, one or two bytes for each element, and
+        of places along each dim, four bytes. Sources that nothing comes from are left out.
 
         Args:
             forms: Forms of the sources.
             boxes: Boxes of results by name.
         """
-        everything = frozenset(self.sources)
+        everything = {name: Box((0,) * len(forms[name].shape), forms[name].shape) for name in self.sources}
         is_partial = any(
             not any(box.size == form.shape for box in boxes.get(name, ()))
             for name, form in self.targets.items()
@@ -122,12 +123,57 @@ class Conversion:
             name: torch.full((), number, dtype=kind).expand(forms[name].shape)
             for number, name in enumerate(self.sources)
         }
+        num_dims = max(len(form.shape) for form in forms.values())
         try:
-            found = self.run(numbers)
-            parts = [found[name][box.slices] for name in boxes for box in boxes[name]]
+            origins = self._parts(numbers, boxes)
+            bounds = [
+                _bounds(origins, self._parts(_places(forms, dim), boxes), len(self.sources))
+                for dim in range(num_dims)
+            ]
         except STRANGE:
             return everything
-        return frozenset(self.sources[number] for part in parts for number in part.unique().tolist())
+        found: dict[str, Box] = {}
+        for number, name in enumerate(self.sources):
+            spans = [bounds[dim][number] for dim in range(len(forms[name].shape))]
+            if not spans:
+                found[name] = everything[name]
+            elif all(start < stop for start, stop in spans):
+                found[name] = Box(
+                    tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)
+                )
+        return found
+
+    def _parts(self, tensors: Tensors, boxes: Mapping[str, Sequence[Box]]) -> list[torch.Tensor]:
+        """Return what the conversion gives in some boxes of its results."""
+        found = self.run(dict(tensors))
+        return [found[name][box.slices] for name in boxes for box in boxes[name]]
+
+
+def _places(forms: Forms, dim: int) -> dict[str, torch.Tensor]:
+    """Return tensors of some forms whose elements say where they are along one dim; 0 where there is none."""
+    found = {}
+    for name, form in forms.items():
+        size = form.shape[dim] if dim < len(form.shape) else 1
+        line = torch.arange(size, dtype=torch.int32)
+        rest = len(form.shape) - dim - 1
+        found[name] = (line.view(-1, *[1] * rest) if rest >= 0 else line.view(())).expand(form.shape)
+    return found
+
+
+def _bounds(
+    origins: Sequence[torch.Tensor], places: Sequence[torch.Tensor], num_sources: int
+) -> list[tuple[int, int]]:
+    """Return the first place of each source and the one after its last; where there is none, not below it."""
+    low = torch.full((num_sources,), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    high = torch.zeros(num_sources, dtype=torch.int32)
+    for origin, place in zip(origins, places, strict=True):
+        for row, where in zip(
+            torch.atleast_2d(origin), torch.atleast_2d(place), strict=True
+        ):  # memory of a row
+            numbers, spots = row.flatten().long(), where.flatten()
+            low.scatter_reduce_(0, numbers, spots, "amin")
+            high.scatter_reduce_(0, numbers, spots + 1, "amax")
+    return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
 @frozen(kw_only=True)

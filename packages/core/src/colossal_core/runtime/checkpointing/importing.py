@@ -294,10 +294,10 @@ class _Reading:
         forms = {name: self._plan.weights.form_of(name) for name in conversion.sources}
         boxes = {target: [held.box for held in theirs] for target, theirs in holdings.items()}
         needed = conversion.needed(forms, boxes)
-        # What no element here is made of is there in form only.
+        # What no element here is made of is there in form only, or zero and not touched.
         blank = torch.zeros((), dtype=conversion.dtype)
         sources = {
-            name: self._read_whole(name) if name in needed else blank.expand(form.shape)
+            name: self._read_part(name, needed[name]) if name in needed else blank.expand(form.shape)
             for name, form in forms.items()
         }
         found = conversion.convert(sources)
@@ -305,13 +305,17 @@ class _Reading:
             tensor = found[target].to(self._plan.collected.specs[theirs[0].name].dtype)
             _copy(tensor, Box((0,) * tensor.dim(), tuple(tensor.shape)), theirs)
 
-    def _read_whole(self, name: str) -> torch.Tensor:
-        """Read a whole tensor; one without elements has no box."""
+    def _read_part(self, name: str, box: Box) -> torch.Tensor:
+        """Return a whole tensor of which a box was read; one without elements has none."""
         form = self._plan.weights.form_of(name)
-        whole = Box((0,) * len(form.shape), form.shape)
-        if whole.volume == 0:
+        if box.volume == 0:
             return torch.empty(form.shape, dtype=form.dtype)
-        return self._read(name, whole)
+        values = self._read(name, box)
+        if box.size == form.shape:
+            return values
+        whole = torch.zeros(form.shape, dtype=values.dtype)
+        whole[box.slices] = values
+        return whole
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
         """Read a box of a tensor.
