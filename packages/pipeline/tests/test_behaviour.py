@@ -20,13 +20,6 @@ from colossal_testkit.models import TokenLoss
 from . import trials
 from .models import BUILDERS, build_gpt, build_widths
 
-
-def whole_weights(booster: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all weights."""
-    with booster.full_parameters(model) as found:
-        return {name: value.detach().clone() for name, value in found.items()}
-
-
 # --- evaluation ---------------------------------------------------------------------------------------------
 
 
@@ -39,7 +32,7 @@ def train_and_evaluate() -> tuple[list[float], list[float], Any, bool]:
         inputs, target = batch
         for rows in (3, 1 + number):  # other batch sizes than in training, and one micro-batch per row
             share = (inputs[1 : 1 + rows, :5], target[1 : 1 + rows, :5])
-            weights = whole_weights(booster, run.model)
+            weights = trials.weights_of(booster, run.model)
             plain.model.load_state_dict(weights, strict=False)
             with torch.no_grad():
                 logits = plain.model(share[0])
@@ -75,7 +68,7 @@ def train_with_dropout(piece: Pipeline) -> dict[str, torch.Tensor]:
         booster.forward_backward(run.model, batch, run.criterion)
         optimizer.step()
         optimizer.zero_grad()
-    return whole_weights(booster, run.model)
+    return trials.weights_of(booster, run.model)
 
 
 def test_dropout_is_equal_under_every_schedule_and_cut() -> None:
@@ -105,7 +98,7 @@ def accumulate(degree: int) -> dict[str, torch.Tensor]:
         booster.forward_backward(run.model, batch, run.criterion)
         optimizer.step()
         optimizer.zero_grad()
-    return whole_weights(booster, run.model)
+    return trials.weights_of(booster, run.model)
 
 
 def test_accumulation_gives_the_weights_of_one_process() -> None:
@@ -293,7 +286,7 @@ def load_run(root: str, degree: int) -> dict[str, torch.Tensor]:
     booster.load(root)
     booster.forward_backward(run.model, run.batches[2], run.criterion)
     optimizer.step()
-    return whole_weights(booster, run.model)
+    return trials.weights_of(booster, run.model)
 
 
 def test_checkpoints_go_to_other_numbers_of_stages(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,6 @@ from colossal_testkit.models import GPT, TokenLoss, randomise
 
 from . import trials
 from .models import BUILDERS, VOCABULARY, Run, build_gpt, build_widths
-
-
-def weights_of(booster: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of all weights."""
-    with booster.full_parameters(model) as found:
-        return {name: value.detach().clone() for name, value in found.items()}
-
 
 # --- batches that do not divide, and the smaller one at the end of an epoch --------------------------------
 
@@ -48,7 +40,7 @@ def train_uneven(piece: Pipeline) -> tuple[list[float], dict[str, torch.Tensor]]
         losses.append(float(booster.forward_backward(run.model, batch, run.criterion)))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, weights_of(booster, run.model)
+    return losses, trials.weights_of(booster, run.model)
 
 
 @pytest.mark.parametrize("piece", [Pipeline(degree=2, microbatches=3), Pipeline(degree=3, microbatches=3)])
@@ -114,7 +106,7 @@ def train_time_major() -> tuple[list[float], dict[str, torch.Tensor]]:
         losses.append(float(found))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, weights_of(booster, run.model)
+    return losses, trials.weights_of(booster, run.model)
 
 
 def test_samples_in_another_dim_are_cut_there_and_what_has_none_stays_whole() -> None:
@@ -215,7 +207,7 @@ def train_and_look(order: str) -> tuple[dict[str, torch.Tensor], list[float], in
         with torch.inference_mode(), torch.no_grad():
             losses.append(float(booster.evaluate(run.model, share, run.criterion)))
     left = sum(parameter.grad is not None for parameter in run.model.parameters())
-    return weights_of(booster, run.model), losses, left
+    return trials.weights_of(booster, run.model), losses, left
 
 
 def test_evaluation_between_steps_changes_nothing() -> None:
@@ -301,7 +293,7 @@ def train_short() -> dict[str, torch.Tensor]:
         booster.forward_backward(run.model, batch, run.criterion)
         optimizer.step()
         optimizer.zero_grad()
-    return weights_of(booster, run.model)
+    return trials.weights_of(booster, run.model)
 
 
 def test_stages_may_have_nothing_to_train() -> None:

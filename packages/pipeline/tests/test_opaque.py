@@ -85,8 +85,7 @@ def train(piece: Pipeline) -> tuple[list[float], dict[str, torch.Tensor], dict[s
         losses.append(float(booster.forward_backward(run.model, batch, run.criterion)))
         optimizer.step()
         optimizer.zero_grad()
-    with booster.full_parameters(run.model) as found:
-        weights = {name: value.detach().clone() for name, value in found.items()}
+    weights = trials.weights_of(booster, run.model)
     executor: Any = engine_of(booster).executor
     form = executor._models[run.model].forms(
         [trials.call_of(batch)], run.criterion, trains=True, wants_outputs=False

@@ -18,9 +18,11 @@ from colossal_testkit.engine import engine_of
 from .models import BUILDERS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from .models import Run
 
-__all__ = ["BOUND", "Outcome", "boost", "make_registry", "train", "train_by_hand"]
+__all__ = ["BOUND", "Outcome", "boost", "make_registry", "train", "train_by_hand", "weights_of"]
 
 BOUND = 0.5
 """Bound of the gradient norm, which clips every step here."""
@@ -52,6 +54,12 @@ class Outcome:
         ]
         assert self.weights.keys() == other.weights.keys()
         return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
+
+
+def weights_of(booster: Booster, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, whole."""
+    with booster.full_parameters(model) as found:
+        return {name: value.detach().clone() for name, value in found.items()}
 
 
 def make_registry() -> Registry:
@@ -110,8 +118,7 @@ def train(name: str, pieces: Sequence[object], settings: Mapping[str, Any] | Non
         optimizer.step()
         norms.append(float(optimizer.grad_norm))
         optimizer.zero_grad()
-    with booster.full_parameters(run.model) as found:
-        weights = {key: value.detach().clone() for key, value in found.items()}
+    weights = weights_of(booster, run.model)
     context = engine_of(booster).context
     held = {entry.name for entry in context.table if entry.kind == "buffer" and entry.parts}
     buffers = {key: value.clone() for key, value in run.model.named_buffers() if key in held}

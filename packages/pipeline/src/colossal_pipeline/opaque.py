@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossal_core.errors import CapabilityError
+from colossal_core.runtime.swapping import replaced_forwards
 from colossal_pipeline.absent import NeedsValuesError
 from colossal_pipeline.flow import list_leaves
 
@@ -54,12 +55,15 @@ def guessed_where_values_are_needed(items: Sequence[Item], count: Callable[[floa
         for path, module in item.module.named_modules()
         if module is not item.module
     }
-    before = {module: vars(module).get("forward") for module in inner}
-    for module, name in inner.items():
-        note = functools.partial(guessed.setdefault, name)
-        vars(module)["forward"] = functools.partial(_call_or_guess, module, module.forward, count, note)
+    forwards = {
+        module: functools.partial(
+            _call_or_guess, module, module.forward, count, functools.partial(guessed.setdefault, name)
+        )
+        for module, name in inner.items()
+    }
     try:
-        yield
+        with replaced_forwards(forwards):
+            yield
     except NeedsValuesError as err:
         if not guessed:
             raise
@@ -68,11 +72,6 @@ def guessed_where_values_are_needed(items: Sequence[Item], count: Callable[[floa
             f"{err.message}; what {shown} return was guessed, since their forward looks at values",
             hint="let what looks at values return a tensor of the shape of its first floating argument",
         ) from err
-    finally:
-        for module, forward in before.items():
-            del vars(module)["forward"]
-            if forward is not None:
-                vars(module)["forward"] = forward
 
 
 def _call_or_guess(

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.batches import loss_of
 from colossal_core.runtime.batchnorm import Synchronised
-from colossal_core.runtime.swapping import kept_attributes, replaced_tensors
+from colossal_core.runtime.swapping import kept_attributes, replaced_forwards, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent, run_on_shadows
 from colossal_pipeline.flow import Call, Flow, LeafKey, LeafSpec, Slot, list_leaves
@@ -369,20 +369,10 @@ def _names(sources: frozenset[Source]) -> frozenset[str]:
 # --- leaving the model as it is -----------------------------------------------------------------------------
 
 
-@contextmanager
-def _without_communication(model: nn.Module) -> Iterator[None]:
+def _without_communication(model: nn.Module) -> AbstractContextManager[None]:
     """Let modules whose forward waits for other ranks return something of the same form."""
     found = [module for module in model.modules() if isinstance(module, Synchronised)]
-    before = [vars(module).get("forward") for module in found]
-    for module in found:
-        vars(module)["forward"] = functools.partial(_pass_through, module)
-    try:
-        yield
-    finally:
-        for module, forward in zip(found, before, strict=True):
-            del vars(module)["forward"]
-            if forward is not None:
-                vars(module)["forward"] = forward
+    return replaced_forwards({module: functools.partial(_pass_through, module) for module in found})
 
 
 def _pass_through(module: nn.Module, features: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -299,12 +299,7 @@ def _with_dims(call: Call, batch_dims: Mapping[str, int | None], model: nn.Modul
             f"batch_dims names {unknown[0]!r}, and the batch has {', '.join(map(repr, paths))}",
             hint="name a keyword, a parameter of the model's forward, or 'target'",
         )
-    found = Call(
-        call.args,
-        call.kwargs,
-        call.target,
-        {path: dim for name, dim in batch_dims.items() for path in paths[name]},
-    )
+    found = evolve(call, dims={path: dim for name, dim in batch_dims.items() for path in paths[name]})
     for path, leaf in found.tensors():
         dim, is_named = found.dim_of(path)
         if is_named and dim is not None and not 0 <= dim < leaf.dim():

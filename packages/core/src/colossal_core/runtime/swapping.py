@@ -6,7 +6,7 @@ hold other tensors. Parameter objects are not touched, and what forward assigns 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Slot", "find_slots", "kept_attributes", "replaced_tensors"]
+__all__ = ["Slot", "find_slots", "kept_attributes", "replaced_forwards", "replaced_tensors"]
 
 
 Slot = tuple[dict[str, Any], str, Any]
@@ -79,3 +79,22 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
             for name in found.keys() - kept.keys():
                 del found[name]
             found.update(kept)
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules run other functions in place of their ``forward``, inside of their hooks.
+
+    Args:
+        forwards: What each module runs.
+    """
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            del vars(module)["forward"]
+            if own is not None:
+                vars(module)["forward"] = own
