@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from colossal_core import Booster
 from colossal_gemini import Gemini
@@ -62,3 +64,44 @@ def test_gemini_trains_with_the_bits_of_zero3(precision: str, kind: str, tmp_pat
     least = report.least_budget or 0
 
     assert run_ranks(compare, 2, precision, [least, 2 * least, 1 << 24], ways[kind]) == [[], []]
+
+
+def end_of_steps(piece: Any, accumulate: int, fused: bool) -> Run:  # noqa: FBT001 - told by position
+    """Train layers whose parameters fill whole vectors; return its weights and the states of AdamW."""
+    torch.manual_seed(5)
+    widths = (16, 48, 64, 32, 16)
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.GELU())]
+    model: Any = nn.Sequential(*layers)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    booster = Booster(piece, accumulate=accumulate)
+    model, optimizer = booster.boost(model, optimizer)
+    for _ in range(4 * accumulate):
+        rows = torch.randn(6, 16) + booster.data_rank
+        booster.forward_backward(model, (rows, rows.flip(1)), nn.MSELoss())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [
+        value for _, state in sorted(optimizer.state_dict()["state"].items()) for value in state.values()
+    ]
+    with booster.full_parameters(model) as shown:
+        return [*found, *(value.clone() for value in shown.values())]
+
+
+def compare_chunks() -> list[list[str]]:
+    """Return which chunks of gemini, or which other manager, end unlike zero3: fused, and with two passes."""
+    pieces: dict[str, Any] = {f"{size} bytes": Gemini(chunk_bytes=size) for size in (4096, 7000, 1 << 20)}
+    pieces["replicated"] = "replicated"
+    found = []
+    for accumulate, fused in ((1, True), (2, False)):
+        wanted = end_of_steps("zero3", accumulate, fused)
+        runs = {name: end_of_steps(piece, accumulate, fused) for name, piece in pieces.items()}
+        found.append([name for name, run in runs.items() if not all(map(torch.equal, wanted, run))])
+    return found
+
+
+def test_sizes_of_chunks_change_no_bits() -> None:
+    """Not of fused updates, since borders of shards fall between vectors; nor of sums of several passes.
+
+    Those are (a + b) + (c + d) where every backward is reduced, and (a + c) + (b + d) where the last one is.
+    """
+    assert run_ranks(compare_chunks, 2) == [[[], ["replicated"]]] * 2

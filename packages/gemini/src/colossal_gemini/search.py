@@ -23,7 +23,7 @@ import attrs
 
 __all__ = ["ChunkChoice", "bound_waste", "choose_chunk_bytes", "cut_unit", "pad_numel"]
 
-ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 64
 """Shards are padded to a multiple of this, as core's flat buffers are."""
 
 NUM_BUFFERS = 3

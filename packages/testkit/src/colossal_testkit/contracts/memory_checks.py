@@ -58,7 +58,7 @@ MakeRegistry = Callable[[], "Registry"]
 
 # Large enough that flags, counters and padding stay below a thousandth of the traffic, a hundredth of the
 # memory.
-_VOCABULARY, _WIDTH, _HEADS, _LENGTH = 97, 64, 4, 16
+_VOCABULARY, _WIDTH, _HEADS, _LENGTH = 97, 128, 4, 16
 
 
 @final
@@ -105,7 +105,7 @@ class Coverage:
 
 
 def build_large(*, num_samples: int = 12, num_steps: int = 3) -> Workload:
-    """Build a GPT in fp32 with some 85 thousand trainable elements, under AdamW."""
+    """Build a GPT in fp32 with some 290 thousand trainable elements, under AdamW."""
     model = GPT(vocabulary=_VOCABULARY, width=_WIDTH, heads=_HEADS, length=_LENGTH)
     randomise(model, seed=3)
     source = torch.Generator().manual_seed(5)
