@@ -6,6 +6,7 @@ being edited, so editable, local and unregistered plugins add a hash of their so
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from importlib import metadata
@@ -61,8 +62,21 @@ def find_sources(info: PluginInfo, functions: Iterable[object]) -> tuple[Path, .
 
 
 def hash_sources(sources: Iterable[Path]) -> str:
-    """Return the SHA-256 of names and contents of source files, independent of where they lie."""
-    files = sorted(sources)
+    """Return the SHA-256 of names and contents of source files, independent of where they lie.
+
+    A process reads files again only when one has another size or time than before: every boost asks.
+    """
+    stamped = []
+    for path in sorted(sources):
+        status = path.stat()
+        stamped.append((path, status.st_size, status.st_mtime_ns))
+    return _hash_stamped(tuple(stamped))
+
+
+@functools.lru_cache(maxsize=64)
+def _hash_stamped(stamped: tuple[tuple[Path, int, int], ...]) -> str:
+    """Return the hash of files, each with its size in bytes and its time of change in nanoseconds."""
+    files = [path for path, _, _ in stamped]
     root = files[0].parent if files else Path()
     for path in files:
         while root not in path.parents:
