@@ -36,11 +36,11 @@ class Block(nn.Module):
         return found
 
 
-def build(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def build(dtype: torch.dtype = torch.float64, kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     """Return the same model each time."""
     torch.manual_seed(3)
     blocks = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-    return nn.Sequential(nn.Linear(7, WIDTH), blocks, nn.Linear(WIDTH, 3)).to(dtype)
+    return kind(nn.Linear(7, WIDTH), blocks, nn.Linear(WIDTH, 3)).to(dtype)
 
 
 def batch(step: int, rank: int, num_rows: int = 4, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -62,12 +62,13 @@ def train(
     dtype: torch.dtype = torch.float64,
     between: Callable[[int, nn.Module], None] = lambda _step, _model: None,
     extra: tuple[Any, ...] = (),
+    kind: type[nn.Sequential] = nn.Sequential,
     **settings: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Train some steps; return losses, weights and the manager."""
     precision = {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
     booster = Booster(piece, *extra, **{"precision": precision, **settings})
-    model = build(dtype)
+    model = build(dtype, kind)
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
     losses = []
     for step in range(num_steps):
@@ -182,6 +183,29 @@ def tell(name: str, folder: Path) -> float:
 def test_what_a_loop_may_do_is_exact_within_a_budget(name: str, tmp_path: Path) -> None:
     """Evaluation and forwards without backward between steps, recomputation, clipping."""
     assert max(run_ranks(tell, 2, name, tmp_path)) < 1e-12
+
+
+class Penalised(nn.Sequential):
+    """Reads weights of its blocks where no module is known to read them."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Let outputs depend on weights of blocks that do not run then."""
+        first, *_, last = (module for module in self.modules() if isinstance(module, Block))
+        scale = torch.stack([first.norm.weight, last.norm.weight]).mean()
+        outputs: torch.Tensor = self[2](self[1](self[0](inputs * scale))) + first.up.weight.square().mean()
+        return outputs
+
+
+def read_elsewhere() -> float:
+    """Return by how much weights of a run of such a model within a tight budget are off."""
+    reference = train(Replicated(), num_steps=4, kind=Penalised)
+    run = train(Gemini(device_budget="40KiB"), num_steps=4, kind=Penalised)
+    return max(float((run[1][name] - w).abs().max()) for name, w in reference[1].items())
+
+
+def test_weights_that_no_module_is_known_to_read_come_and_go() -> None:
+    """Also in the steps that follow a plan."""
+    assert max(run_ranks(read_elsewhere, 2)) < 1e-12
 
 
 def vary_lengths() -> tuple[float, list[int]]:

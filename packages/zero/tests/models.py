@@ -76,6 +76,17 @@ class Tied(Tower):
         return outputs
 
 
+class Penalised(Tower):
+    """Reads weights of its blocks before and after they run, as they are, as a view, and in a list."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Let outputs depend on weights that no module reads then."""
+        first, *_, last = (block for block in self.blocks if isinstance(block, Block))
+        gains = torch.stack([block.gain for block in (first, last)])
+        x = super().run(x * gains.square().mean() + last.up.weight.T[0, :WIDTH])
+        return x @ first.down.weight[:, :WIDTH] + 0.1 * last.up.weight.square().sum()
+
+
 class Repeated(Tower):
     """Blocks run twice, in an order that returns."""
 
@@ -155,7 +166,7 @@ class Short(nn.Module):
 
 MODELS: dict[str, Any] = {
     kind.__name__.lower(): kind
-    for kind in (Tower, Tied, Repeated, Checkpointed, Attending, Adapted, Recurrent, Short)
+    for kind in (Tower, Tied, Penalised, Repeated, Checkpointed, Attending, Adapted, Recurrent, Short)
 }
 
 

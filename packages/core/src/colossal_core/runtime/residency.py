@@ -7,9 +7,10 @@ all the time; only their bytes come and go.
 # Note [Two triggers]
 In forward, a hook before each module gathers the units of the parameters that it is known to read: those of
 its own unit and those that it owns directly, so a parent may read the weights of its children without calling
-them. In backward, whatever autograd saved of a unit's values is packed as a place in the unit and gathered
-when it is unpacked. Nothing depends on hooks that recomputation skips or on outputs of a certain form, and
-what backward does not read is not gathered.
+them; what else is read is found in first passes (see :mod:`colossal_core.runtime.strays`). In backward,
+whatever autograd saved of a unit's values is packed as a place in the unit and gathered when it is unpacked.
+Nothing depends on hooks that recomputation skips or on outputs of a certain form, and what backward does not
+read is not gathered.
 
 # Note [Released]
 A released parameter shows NaN in its shape, so code that reads it elsewhere gets poison instead of old
@@ -33,6 +34,7 @@ import torch
 
 from colossal_core.errors import UsageError
 from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.strays import StrayReads
 from colossal_core.runtime.units import Home, Kept, Saved, Unit
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class Residency:
         self._calls: list[nn.Module] = []
         self._pins = 0
         self._packing: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._strays = StrayReads(self._borrow)
         self._root: Unit | None = None
         self._previous: Unit | None = None
         self._awaits_end = False
@@ -150,6 +153,7 @@ class Residency:
             self._awaits_end = False
             self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._packing.__enter__()
+            self._strays.begin(module, self._homes.values())
         self._calls.append(module)
         self.ensure(self._needs[module])
 
@@ -163,6 +167,7 @@ class Residency:
             for unit in self._needs[module] if is_unit else ():
                 self._left(unit)
             return
+        self._strays.end()
         if self._packing is not None:
             self._packing.__exit__(None, None, None)
             self._packing = None
@@ -186,6 +191,19 @@ class Residency:
                 self._note_order(unit)
             self._ahead(unit)  # before the wait, so that others need not wait for this rank then
             self._finish(unit)
+
+    @contextmanager
+    def _borrow(self, unit: Unit) -> Iterator[None]:
+        """Have a unit there for one operation, also where no module that runs is known to read it."""
+        if any(unit in self._needs[module] for module in self._calls):
+            yield
+            return
+        self._strays.note(self._calls[0])
+        self.ensure((unit,))
+        try:
+            yield
+        finally:
+            self._left(unit)
 
     def rerun(self, module: nn.Module) -> None:
         """Gather what a module reads before its forward runs again without its hooks."""
