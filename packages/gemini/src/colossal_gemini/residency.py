@@ -7,12 +7,19 @@ and whenever a step does something else than the one that was traced, the base c
 # Note [Same on all ranks]
 Gathers are collective, so who leaves and who comes may not depend on the memory of one rank: it follows from
 the plan, which all ranks make of one trace, and from the order in which modules run.
+
+# Note [The root]
+What no repeated block holds is there while a forward runs, whose code may read it at any time. A backward
+reads what autograd saved, and recomputed modules say what they read, so each chunk of the root comes and goes
+by itself then: the embeddings, which no backward reads, take no room beside the head or the blocks. Where
+there are no blocks all of it comes at once. A backward that a forward waits for, as for a gradient penalty,
+counts as part of the forward.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -79,9 +86,11 @@ class TieredResidency(Residency):
         self._budget = tiers.device.budget
         tiers.device.reclaim = self._reclaim
         self._trains = False
+        self._is_forward = False
         self._last: Need | None = None
         self._index: dict[Unit, int] = {}
         self._siblings: dict[Unit, tuple[Unit, ...]] = {}
+        self._has_blocks = False
 
     @property
     def units(self) -> list[Unit]:
@@ -96,6 +105,7 @@ class TieredResidency(Residency):
         """
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._siblings = {}
+        self._has_blocks = not all(unit.is_root for unit in self._index)
         for group in groups:
             members = tuple(unit for unit in group if unit in self._index)
             self._siblings.update(dict.fromkeys(members, members))
@@ -130,9 +140,16 @@ class TieredResidency(Residency):
         if self._trains:
             self._course.begin_pass(self._agree(extent_of(batch)))
 
+    def _enter(self, module: nn.Module) -> None:
+        """Tell a forward from what backward runs again."""
+        if not self._calls:
+            self._is_forward = not is_in_backward()
+        super()._enter(module)
+
     def _leave(self, module: nn.Module, *, is_unit: bool) -> None:
         """Tell of the end of the outermost call."""
         super()._leave(module, is_unit=is_unit)
+        self._is_forward = self._is_forward and bool(self._calls)
         if not self._calls and not is_in_backward():
             self._paused()
 
@@ -149,11 +166,12 @@ class TieredResidency(Residency):
 
     def ensure(self, units: Iterable[Unit]) -> None:
         """Have units and their siblings resident, as the plan says."""
-        needs = tuple(dict.fromkeys(each for unit in units for each in self._siblings.get(unit, (unit,))))
+        is_after = self._is_after
+        needs = tuple(dict.fromkeys(each for unit in units for each in self._together(unit)))
         if not needs or not self._trains or self._pins:
             super().ensure(needs)
             return
-        phase: Phase = "backward" if is_in_backward() else "forward"
+        phase: Phase = "backward" if is_after else "forward"
         chunks = tuple(sorted(self._index[unit] for unit in needs))
         is_here = all(unit.state == "resident" for unit in needs)
         if is_here and self._last == (phase, chunks):
@@ -176,7 +194,24 @@ class TieredResidency(Residency):
         for index in turn.prefetches:
             self._start(numbered[index])
 
+    def _together(self, unit: Unit) -> tuple[Unit, ...]:
+        """Return the units that are needed with one."""
+        is_alone = unit.is_root and self._is_after and self._has_blocks
+        return (unit,) if is_alone else self._siblings.get(unit, (unit,))
+
     # --- what stays -----------------------------------------------------------------------------------------
+
+    @property
+    def _is_after(self) -> bool:
+        """Whether a backward runs that no forward waits for; see Note [The root]."""
+        return is_in_backward() and not self._is_forward
+
+    def _make_room(self, wanted: Collection[Unit]) -> None:
+        """Release other units of the root, too, where only a backward runs."""
+        super()._make_room(wanted)
+        for other in self._units if self._is_after else ():
+            if other.is_root and other not in wanted and other.state == "resident":
+                self.release(other)
 
     @property
     def _follows(self) -> bool:

@@ -29,7 +29,7 @@ class Chunk:
         used: Elements that belong to parameters.
         value_bytes: Bytes of one element of the values that models compute with.
         is_trainable: Whether it has gradients and optimizer state.
-        is_pinned: Whether it stays on the compute device for as long as a model runs.
+        is_pinned: Whether it stays on the compute device for as long as a forward runs.
     """
 
     index: int
@@ -53,7 +53,7 @@ class Moment:
 
     Attributes:
         name: What runs: the path of a module, ``"update"``.
-        phase: Pass of the step that it belongs to.
+        phase: Pass of the step that it belongs to; a backward that a forward waits for is part of that.
         needs: Chunks whose values have to be on the compute device; see also :meth:`Trace.needs_at`.
         gradients: Chunks whose unreduced gradients take memory in the moment, until it ends at least.
         other: Most bytes of everything that is no chunk until the next moment: activations, work space,
@@ -87,9 +87,9 @@ class Trace:
     extents: tuple[tuple[int, ...], ...] = ()
 
     def needs_at(self, index: int) -> frozenset[int]:
-        """Return the chunks that have to be there in a moment: pinned ones always while a model runs."""
+        """Return the chunks that have to be there in a moment: pinned ones always while a forward runs."""
         moment = self.moments[index]
-        if moment.phase == "update":
+        if moment.phase != "forward":
             return frozenset(moment.needs)
         return frozenset((*moment.needs, *(chunk.index for chunk in self.chunks if chunk.is_pinned)))
 

@@ -13,7 +13,6 @@ that have no shapes of their own, are refused with the reason; they are traced i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -275,9 +274,9 @@ class _Watch:
         self._model, self._layout, self._recorder, self._seen = model, layout, recorder, seen
         self._units = {chunk: unit for unit, chunks in layout.units.items() for chunk in chunks}
         self._storages = {
-            tensor.untyped_storage()._cdata: self._units[layout.chunk_of[parameter]]
-            for parameter, tensor in seen.items()
+            tensor.untyped_storage()._cdata: layout.chunk_of[parameter] for parameter, tensor in seen.items()
         }
+        self._is_forward = False
         self._missing = [set[int]() for _ in layout.chunks]
         self._held, self._left = set[int](), set[int]()
         self._message: torch.Tensor | None = None
@@ -307,17 +306,24 @@ class _Watch:
         """Let messages end."""
         self._message = None
 
-    def packing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which autograd asks for the values that it saved when it needs them."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Take what runs within for the forward, whose autograd asks for what it saved when it needs it."""
+        self._is_forward = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._is_forward = False
 
-    def _need(self, unit: str) -> None:
-        """Tell of a need."""
-        is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as residency does
+    def _need(self, unit: str, chunk: int | None = None) -> None:
+        """Tell of a need: of a unit, or of one chunk of the root where only a backward runs."""
+        is_after = torch._C._current_graph_task_id() != -1 and not self._is_forward  # noqa: SLF001 - as residency does
         name = unit or type(self._model).__name__
-        self._recorder.moment(
-            name, "backward" if is_backward else "forward", self._layout.units.get(unit, ())
-        )
+        needs = self._layout.units.get(unit, ())
+        if chunk is not None and is_after and not unit and len(self._layout.units) > 1:
+            needs = (chunk,)
+        self._recorder.moment(name, "backward" if is_after else "forward", needs)
 
     def _enter(self, unit: str, _module: nn.Module, _args: Any) -> None:
         """See a module called."""
@@ -329,15 +335,15 @@ class _Watch:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return tensor
-        unit = self._storages.get(storage._cdata)
-        return tensor if unit is None else (unit, tensor)
+        chunk = self._storages.get(storage._cdata)
+        return tensor if chunk is None else (chunk, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         """See backward read what was saved."""
         if isinstance(saved, torch.Tensor):
             return saved
-        unit, tensor = saved
-        self._need(unit)
+        chunk, tensor = saved
+        self._need(self._units[chunk], chunk)
         found: torch.Tensor = tensor
         return found
 
