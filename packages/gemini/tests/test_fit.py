@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -68,12 +69,26 @@ def test_short_host_memory_is_refused_with_three_ways_out() -> None:
 
     assert not short.fits
     host = int(short.hint.split("host_budget be at least ")[1].split(",")[0])
-    assert short.hint.endswith(f"or device_budget at least {short.least_budget}")
+    assert f", or device_budget at least {short.least_budget}" in short.hint
     for budgets in (
         Budgets(device=400_000, host=host),
         Budgets(device=short.least_budget or 0, host=100 << 10),
     ):
         assert judge(short.trace, budgets).fits
+
+
+def test_a_short_device_and_short_host_memory_are_refused_with_enough_of_both() -> None:
+    """Each way out that the hint names is enough: both together, more of the device, or smaller chunks."""
+    short = fit_gpt(Gemini(device_budget=1000, host_budget="100KiB"))
+
+    numbers = [int(text) for text in re.findall(r"(?:at least |=)([0-9]+)", short.hint)]
+    device, host, alone, chunk, with_it = numbers
+    assert "; besides, let host_budget be at least" in short.hint
+    assert alone == short.least_budget
+    assert judge(short.trace, Budgets(device=device, host=host)).fits
+    assert not judge(short.trace, Budgets(device=device - 1, host=host)).fits
+    assert judge(short.trace, Budgets(device=alone, host=100 << 10)).fits
+    assert fit_gpt(Gemini(device_budget=with_it, host_budget="100KiB", chunk_bytes=chunk)).fits
 
 
 def test_a_device_that_holds_everything_moves_nothing() -> None:

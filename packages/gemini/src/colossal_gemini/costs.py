@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Literal, final
 import attrs
 
 if TYPE_CHECKING:
+    from colossal_gemini.eviction import Room
     from colossal_gemini.trace import Chunk, Trace
 
 __all__ = [
     "TIERS",
     "Arrangement",
     "Budgets",
+    "Placement",
     "Prices",
     "Rates",
     "States",
@@ -124,6 +126,39 @@ class Arrangement:
     state: Tier
     update: Tier
     keeps_copy: bool = False
+
+
+@final
+@attrs.frozen(kw_only=True)
+class Placement:
+    """Where everything lives that outlasts its use.
+
+    Attributes:
+        chunks: For each chunk of the trace.
+        states: Bytes of each chunk on this rank.
+        room: What is left on the device for gathered values, as :func:`~colossal_gemini.eviction.simulate`
+            takes it.
+        host_staging: Bytes of host memory that files are read into and written from.
+        seconds: Estimate of a step's traffic and update, if nothing overlapped.
+        ranks: Among how many ranks chunks are divided.
+    """
+
+    chunks: tuple[Arrangement, ...]
+    states: tuple[States, ...]
+    room: Room
+    host_staging: int
+    seconds: float
+    ranks: int
+
+    def bytes_in(self, tier: Tier) -> dict[str, int]:
+        """Return what lives in a tier, by category."""
+        found = dict.fromkeys(("values", "gradients", "masters", "moments"), 0)
+        for where, states in zip(self.chunks, self.states, strict=True):
+            found["values"] += states.value * (where.value == tier)
+            found["gradients"] += states.gradient * (where.gradient == tier) + states.held_for(where, tier)
+            found["masters"] += states.master * (where.state == tier)
+            found["moments"] += states.moments * (where.state == tier)
+        return found
 
 
 def states_of(chunk: Chunk, *, ranks: int, optimizer_states: int = 2, adds_up: bool = False) -> States:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import attrs
 import torch
 
 from colossal_core.errors import UsageError
@@ -46,28 +47,43 @@ def fit(
         )
     dtypes = Precision(precision, tuple(keep_float32))
     dtypes.check_patterns([model])
-    trace = trace_step(
-        model,
-        batch,
-        criterion,
-        ranks=ranks,
-        precision=dtypes,
-        chunk_bytes=options.chunk_bytes,
-        recompute=recompute,
-    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number = sum(parameter.numel() for parameter in model.parameters())
-    return judge(
-        trace.repeated(accumulate),
-        budgets_of(options, device, disk_budget(options)),
-        title=f"{type(model).__name__} of {_show_count(number)} parameters in {precision} on {ranks} "
-        f"rank{'s' if ranks > 1 else ''}",
-        ranks=ranks,
-        optimizer_states=optimizer_states,
-        policy=options.placement,
-        rates=measure(options, device) if rates == "measured" else rates,
-        prefetch=options.prefetch,
-    )
+    budgets = budgets_of(options, device, disk_budget(options))
+    if rates == "measured":
+        rates = measure(options, device)
+
+    def judged(chunk_bytes: int | None) -> FitReport:
+        trace = trace_step(
+            model,
+            batch,
+            criterion,
+            ranks=ranks,
+            precision=dtypes,
+            chunk_bytes=chunk_bytes,
+            recompute=recompute,
+        )
+        return judge(
+            trace.repeated(accumulate),
+            budgets,
+            title=f"{type(model).__name__} of {_show_count(number)} parameters in {precision} on {ranks} "
+            f"rank{'s' if ranks > 1 else ''}",
+            ranks=ranks,
+            optimizer_states=optimizer_states,
+            policy=options.placement,
+            rates=rates,
+            prefetch=options.prefetch,
+        )
+
+    report = judged(options.chunk_bytes)
+    if report.fits or options.chunk_bytes is not None:
+        return report
+    smallest = max((p.numel() * dtypes.compute.itemsize for p in model.parameters()), default=0)
+    least = judged(smallest).least_budget if smallest else None
+    if least is None or (report.least_budget is not None and least >= report.least_budget):
+        return report
+    hint = f"{report.hint}; or chunk_bytes={smallest}, with which device_budget={least} does"
+    return attrs.evolve(report, hint=hint)
 
 
 def _show_count(number: int) -> str:

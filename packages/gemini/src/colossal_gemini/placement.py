@@ -32,6 +32,7 @@ from colossal_gemini.costs import (
     TIERS,
     Arrangement,
     Budgets,
+    Placement,
     Prices,
     Rates,
     States,
@@ -48,38 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Placement", "least_device_budget", "place"]
 
-
-@final
-@attrs.frozen(kw_only=True)
-class Placement:
-    """Where everything lives that outlasts its use.
-
-    Attributes:
-        chunks: For each chunk of the trace.
-        states: Bytes of each chunk on this rank.
-        room: What is left on the device for gathered values, as :func:`~colossal_gemini.eviction.simulate`
-            takes it.
-        host_staging: Bytes of host memory that files are read into and written from.
-        seconds: Estimate of a step's traffic and update, if nothing overlapped.
-        ranks: Among how many ranks chunks are divided.
-    """
-
-    chunks: tuple[Arrangement, ...]
-    states: tuple[States, ...]
-    room: Room
-    host_staging: int
-    seconds: float
-    ranks: int
-
-    def bytes_in(self, tier: Tier) -> dict[str, int]:
-        """Return what lives in a tier, by category."""
-        found = dict.fromkeys(("values", "gradients", "masters", "moments"), 0)
-        for where, states in zip(self.chunks, self.states, strict=True):
-            found["values"] += states.value * (where.value == tier)
-            found["gradients"] += states.gradient * (where.gradient == tier) + states.held_for(where, tier)
-            found["masters"] += states.master * (where.state == tier)
-            found["moments"] += states.moments * (where.state == tier)
-        return found
+_OTHERWISE = ", or let what is no chunk take less: a smaller batch, Recompute()"
 
 
 def place(
@@ -117,11 +87,9 @@ def place(
             errors.append(err)
     if found:
         return min(found, key=lambda placement: placement.seconds)
-    error = errors[0 if budgets.host != 0 else -1]
+    chosen = 0 if budgets.host != 0 else -1
     least = _least_of(placers, is_static=is_static)
-    if least is not None and "device_budget" not in error.hint:
-        raise CapabilityError(error.message, hint=f"{error.hint}, or device_budget at least {least}")
-    raise error
+    raise placers[chosen].advise(errors[chosen], least, is_static=is_static)
 
 
 def least_device_budget(
@@ -199,9 +167,7 @@ class _Placer:
 
     def least_budget(self, *, is_static: bool) -> int | None:
         """Return the least budget with which :meth:`run` succeeds; None when there is none."""
-        first = self._lower[-1] if is_static else self._lower[0]
-        chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
-        low = find_peak(self._trace, self._room_with(chosen)).total
+        low = self._least_alone(is_static=is_static)
         high = low + sum(states.total + states.sums for states in self._states)
         if self._succeeds(low, is_static=is_static):
             return low
@@ -214,6 +180,33 @@ class _Placer:
             else:
                 low = middle
         return high
+
+    def advise(self, error: CapabilityError, least: int | None, *, is_static: bool) -> CapabilityError:
+        """Return an error of :meth:`run` with all settings that would do, of the device and of what is below.
+
+        Args:
+            error: The error.
+            least: The least budget of the device that is enough for the others; None when there is none.
+            is_static: As for :meth:`run`.
+        """
+        alone, hint = self._least_alone(is_static=is_static), error.hint
+        if self._budgets.device < alone:
+            hint = f"let device_budget be at least {alone}{_OTHERWISE}"
+            try:
+                self.run(alone, is_static=is_static)
+            except CapabilityError as err:
+                hint += f"; besides, {err.hint}"
+            else:
+                return CapabilityError(error.message, hint=hint)
+        if least is not None:
+            hint += f", or device_budget at least {least}"
+        return CapabilityError(error.message, hint=hint)
+
+    def _least_alone(self, *, is_static: bool) -> int:
+        """Return what the device needs with everything elsewhere that can be."""
+        first = self._lower[-1] if is_static else self._lower[0]
+        chosen = [self._cheapest(chunk, first, first, first) for chunk in range(len(self._states))]
+        return find_peak(self._trace, self._room_with(chosen)).total
 
     def _succeeds(self, budget: int, *, is_static: bool) -> bool:
         """Return whether everything fits."""
@@ -404,8 +397,7 @@ class _Placer:
             raise CapabilityError(
                 f"{what}, {peak.total - room.budget} more than its budget of {room.budget}, with everything "
                 "elsewhere that can be",
-                hint=f"let device_budget be at least {peak.total}, or let what is no chunk take less: a "
-                "smaller batch, Recompute()",
+                hint=f"let device_budget be at least {peak.total}{_OTHERWISE}",
             )
 
     # --- below it -------------------------------------------------------------------------------------------
