@@ -1,8 +1,9 @@
 """Everything that needs a GPU, in one script that ends within five minutes on one.
 
 It checks, on one accelerator, that boosted training is that of plain torch in every precision, that the
-update, the norm and the guards work on device memory, and what a step costs beside plain torch; then it runs
-the tests that are marked ``gpu``, if pytest and the tests are there. Prints a line for each check and ends
+update, the norm and the guards work on device memory, that gemini has the bits of replicated within a budget
+that the allocator confirms, and what a step costs beside plain torch; then it runs the tests that are marked
+``gpu``, if pytest and the tests are there. Prints a line for each check and ends
 with status 1 if one failed.
 
     python benchmarks/gpu_check.py [--tests packages/core/tests ...]
@@ -11,19 +12,22 @@ with status 1 if one failed.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from colossal_core import Booster, NonFiniteError
+from colossal_gemini import Gemini
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +138,58 @@ def check_non_finite() -> None:
     assert torch.equal(before, model.mix.bias)
 
 
+def train_within(piece: object, precision: str) -> tuple[list[torch.Tensor], int]:
+    """Train under a memory manager; return losses and weights, and most bytes from the third step on."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    plain = Net(width=256, layers=12)
+    booster = Booster(piece, precision=precision)
+    model, optimizer = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True))
+    found = []
+    for step in range(2 + STEPS):
+        if step == 2:  # the first one is watched, and the second moves state to where it lives
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        loss = loss_of(model, make_batch(step))
+        loss.backward()
+        found.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    with booster.full_parameters(model) as shown:
+        found.extend(value.cpu().clone() for value in shown.values())
+        shown.clear()
+    booster.release(model)
+    return found, peak
+
+
+def check_gemini(precision: str) -> str:
+    """Bits are those of replicated, with pinned host memory and files, and the budget is kept."""
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    wanted, whole = train_within("replicated", precision)
+    report = Gemini(device_budget=1).fit(
+        Net(width=256, layers=12),
+        (make_batch(0)[:, :-1], make_batch(0)[:, 1:]),
+        criterion=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+        precision=precision,
+    )
+    assert report.least_budget is not None
+    notes = [f"replicated {whole / 1e6:.1f} MB"]
+    with tempfile.TemporaryDirectory() as folder:
+        files: dict[str, Any] = {"disk": folder, "host_budget": "48MiB"}
+        for times, more in ((1.3, {}), (2.0, {}), (1.3, files), (16.0, {})):
+            budget = int(times * report.least_budget)
+            found, peak = train_within(Gemini(device_budget=budget, **more), precision)
+            assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True)), (
+                f"other bits in {budget}"
+            )
+            assert peak <= 1.02 * budget, f"{peak} bytes of a budget of {budget}"  # the allocator rounds up
+            notes.append(f"{peak / 1e6:.1f} of {budget / 1e6:.1f} MB{' with files' if more else ''}")
+    return ", ".join(notes)
+
+
 def compare_speed() -> str:
     """Time boosted bf16 steps beside plain torch with autocast and fused AdamW."""
     seconds: dict[str, list[float]] = {"torch": [], "colossal": []}
@@ -196,6 +252,7 @@ def main() -> int:
             results.append(run_check(name, partial(check_precision, precision, fused=fused)))
     results.append(run_check("forward_backward", check_forward_backward))
     results.append(run_check("non-finite gradients", check_non_finite))
+    results += [run_check(f"gemini, {name}", partial(check_gemini, name)) for name in ("fp32", "bf16")]
     results.append(run_check("speed", compare_speed))
     if options.tests:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options.tests]
