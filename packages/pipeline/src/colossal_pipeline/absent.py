@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from colossal_core.errors import CapabilityError
 
@@ -151,6 +152,8 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         results = func(*lowered_args, **lowered_kwargs)
     except (RuntimeError, NotImplementedError) as err:
         raise _refusal(str(func), str(err).splitlines()[0]) from err
+    if torch.Tag.inplace_view in getattr(func, "tags", ()) and isinstance(args[0], Absent):
+        _change_form(func, args, kwargs)
     wanted = kwargs.get("device")
     home = wanted if isinstance(wanted, torch.device) else device or torch.device("cpu")
 
@@ -160,6 +163,20 @@ def run_on_shadows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return originals.get(id(leaf)) if id(leaf) in originals else Absent.over(leaf, home)
 
     return pytree.tree_map(lift, results)
+
+
+def _change_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Give the tensor itself the form that an operation such as ``transpose_`` gave its shadow.
+
+    As torch does for its own wrappers, in ``return_and_correct_aliasing``.
+    """
+    with no_dispatch():
+        before = torch._C._meta_in_tls_dispatch_include()  # noqa: SLF001 - as theirs
+        torch._C._set_meta_in_tls_dispatch_include(True)  # noqa: SLF001 - as theirs
+        try:
+            func(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)  # noqa: SLF001 - as theirs
 
 
 @functools.lru_cache(MAX_RESULTS)

@@ -22,6 +22,7 @@ from colossal_core.runtime.swapping import Slot, find_slots, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent
 from colossal_pipeline.items import find_items
+from colossal_pipeline.reentrant import without_reentrant_checkpoints
 from colossal_pipeline.routes import Form, cut_flow
 from colossal_pipeline.stages import Stages
 from colossal_pipeline.tracing import trace
@@ -197,7 +198,8 @@ class CutModel:
     def in_use(self) -> Iterator[None]:
         """Let parameters of other ranks look absent, with their shapes, while stages run."""
         look = self._look or self.look()
-        with replaced_tensors(self.model, look.missing(), places=look.places):
+        missing = replaced_tensors(self.model, look.missing(), places=look.places)
+        with missing, without_reentrant_checkpoints():
             yield
 
     def look(self) -> _Look:

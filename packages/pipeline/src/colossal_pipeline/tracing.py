@@ -28,11 +28,13 @@ from torch.utils.flop_counter import flop_registry
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.runtime.batches import loss_of
 from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.residency import is_in_backward
 from colossal_core.runtime.swapping import kept_attributes, replaced_forwards, replaced_tensors
 from colossal_core.runtime.trees import map_leaves
 from colossal_pipeline.absent import Absent, run_on_shadows
 from colossal_pipeline.flow import Call, Flow, LeafKey, LeafSpec, Slot, list_leaves
 from colossal_pipeline.opaque import guessed_where_values_are_needed
+from colossal_pipeline.reentrant import without_reentrant_checkpoints
 
 if TYPE_CHECKING:
     from colossal_core.runtime.batches import Call as ModelCall
@@ -83,6 +85,7 @@ def trace(
         stack.enter_context(kept_attributes(model))
         stack.enter_context(replaced_tensors(model, absent))
         stack.enter_context(_without_communication(model))
+        stack.enter_context(without_reentrant_checkpoints())
         for view in views:
             stack.enter_context(view(model))
         for item in items:
@@ -154,6 +157,13 @@ class _Tracer(TorchDispatchMode):
             if any(_storage_of(leaf) in self._buffers for leaf in written):
                 return written[0] if len(written) == 1 else written
             return func(*args, **kwargs)
+        if not self._running and is_in_backward():
+            raise CapabilityError(
+                "forward differentiates what modules computed, as torch.autograd.grad does, and these may "
+                "be on several stages",
+                hint="let one module compute it, inputs and gradient, and keep that on one stage with "
+                "Pipeline(balance=[...]); or use another strategy",
+            )
         results = run_on_shadows(func, args, kwargs)
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
