@@ -7,9 +7,11 @@ take at the measured rates stands beside it. Steps of both alternate in one proc
 machine does hits both. Peers are given offload as far as they take it on this machine, where it moves
 nothing; their resident peaks are measured in processes of their own.
 
-With files below the budgets an update is mostly reading and writing, which cannot begin before backward ends:
-there the floor, in which bytes move beside forward and backward too, is below what any order of the same work
-can reach, and the step is also shown over compute and bytes *in turn*.
+With files below the budgets an update is mostly reading and writing, which cannot begin before backward ends,
+since the norm of all gradients says whether there is an update: only what memory has room for can be read
+before it, or be written after it. So there the floor, in which all bytes may move at any time, is below what
+any order of the same work can reach. The *floor in order* keeps to it, see
+:mod:`benchmarks.floor`.
 
     python -m benchmarks.gemini [--ranks 1 2] [--precisions fp32 bf16] [--budgets 1 .5 .25 .1 .05] [--json F]
 """
@@ -28,7 +30,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from benchmarks.floor import Floor, Moved, in_order
 from benchmarks.workload import GPT, loss_of, make_batch
 from benchmarks.zero import ENVIRONMENT, IS_COMPLETE, build_peers
 from torch import nn
@@ -45,8 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from colossal_core import Booster, ColossalError, launch
 from colossal_core.runtime.arena import Arena
 from colossal_gemini import Gemini
-from colossal_gemini.contents import Content, Tier, Tiers
-from colossal_gemini.disk import Disk
+from colossal_gemini.contents import Tiers
 from colossal_gemini.rates import measure_rates
 
 STATE_BYTES = 16
@@ -55,11 +56,8 @@ STATE_BYTES = 16
 RATE, WARM_UP, ROWS = 1e-3, 3, 1
 """The first step of gemini is traced and the second follows the plan for the first time."""
 
-RING = 8
-"""Contents that the floor moves in turn, so that they do not stay in a cache."""
-
-Step = Callable[[int], float]
-Moved = dict[str, int]
+Step = Callable[..., float]
+"""Takes a step by its number, and calls what it may be given besides between backward and update."""
 
 
 @attrs.frozen
@@ -115,10 +113,11 @@ def make_boosted(arguments: argparse.Namespace, piece: Any) -> tuple[Booster, St
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     model, optimizer = booster.boost(model, optimizer)
 
-    def step(number: int) -> float:
+    def step(number: int, between: Callable[[], None] = lambda: None) -> float:
         ids, target = batch_of(number)
         loss = loss_of(model(ids), target)
         loss.backward()
+        between()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
@@ -191,55 +190,6 @@ def make(name: str, arguments: argparse.Namespace) -> Step:
     return make_boosted(arguments, Gemini())[1]
 
 
-# --- the floor ----------------------------------------------------------------------------------------------
-
-
-class Floor:
-    """A step with everything in memory, while a thread moves bytes."""
-
-    def __init__(self, arguments: argparse.Namespace, folder: str) -> None:
-        """Build the model and what is moved; files lie in a folder."""
-        piece = "replicated" if dist.get_world_size() == 1 else "zero3"
-        self.step = make_boosted(arguments, piece)[1]
-        self.tiers = Tiers(Arena("device"), Arena("host"), Disk(folder))
-        numel = 12 * arguments.width**2 * (2 if arguments.precision == "bf16" else 4)
-        ways = itertools.permutations(self.tiers.ordered, 2)
-        self.rings = {
-            f"{home.name} to {target.name}": (target, [self._make(home, numel) for _ in range(RING)])
-            for home, target in ways
-        }
-
-    def _make(self, home: Tier, numel: int) -> Content:
-        """Return bytes that live in a tier."""
-        content = Content(self.tiers, numel, torch.uint8, home=home, name="bytes of the floor")
-        memory = home if isinstance(home, Arena) else self.tiers.host
-        content.touch(memory)
-        content.tensor_in(memory).fill_(1)
-        content.wrote(memory)
-        content.settle()
-        return content
-
-    def _move(self, moved: Moved) -> None:
-        """Move bytes, all ways side by side; what was read is dropped, and what is written is new."""
-        counts = {way: round(nbytes / self.rings[way][1][0].nbytes) for way, nbytes in moved.items()}
-        for index in range(max(counts.values(), default=0)):
-            turn = [self.rings[way] for way, count in counts.items() if index < count]
-            for target, ring in turn:
-                ring[index % RING].start(target)
-            for target, ring in turn:
-                ring[index % RING].bring(target)
-                ring[index % RING].settle()
-
-    def run(self, number: int, moved: Moved) -> float:
-        """Run a step and return the seconds until both are done."""
-        mover = threading.Thread(target=self._move, args=(moved,))
-        start = time.perf_counter()
-        mover.start()
-        self.step(number)
-        mover.join()
-        return time.perf_counter() - start
-
-
 # --- measuring ----------------------------------------------------------------------------------------------
 
 
@@ -269,26 +219,42 @@ def measure_budget(arguments: argparse.Namespace, case: Case, floor: Floor) -> d
         booster, step, losses, more = begin(arguments, case.options(budget))
     except ColossalError as err:
         return {**found, "refused": str(err)}
-    seconds, floors = [], []
+    seconds, floors, ordered = [], [], []
     moved: Moved = {}
+    before: Moved = {}
+    free = 0
+    engine: Any = booster._engine  # noqa: SLF001 - nothing public tells what moved in half a step
+    tiers: Tiers = engine.manager.tiers
+
+    def look() -> None:
+        nonlocal before, free
+        before = {f"{source} to {target}": size for (source, target), size in tiers.moved.items()}
+        memories = [tier for tier in tiers.ordered if isinstance(tier, Arena)]
+        free = sum(max(0, int(tier.room()) + tiers.leaving.taken(tier)) for tier in memories if tier.budget)
+
     for number in range(WARM_UP, WARM_UP + arguments.rounds):
         dist.barrier()
         start = time.perf_counter()
-        losses.append(step(number))
+        losses.append(step(number, look))
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         moved = booster.report()["moved"]
         floors.append(floor.run(number, moved))
+        if case.disk is not None:
+            ordered.append(floor.run(number, *in_order(before, moved, free)))
     peaks = {name: tier["peak"] for name, tier in booster.report()["tiers"].items()}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found |= {"seconds": seconds, "floors": floors, "moved": moved, "losses": losses, **more}
+    found |= {"seconds": seconds, "floors": floors, "ordered": ordered, "moved": moved, "losses": losses}
+    found |= {"before": before, "free": free, **more}
     return {**found, "peaks": peaks, "resident": resident}
 
 
 def measure_sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what all budgets take, the largest first, then with files, and the rates between tiers."""
     folder = arguments.disk or tempfile.gettempdir()  # one for all ranks; the files have no names
-    floor = Floor(arguments, folder)
+    piece = "replicated" if dist.get_world_size() == 1 else "zero3"
+    num_bytes = 12 * arguments.width**2 * (2 if arguments.precision == "bf16" else 4)
+    floor = Floor(make_boosted(arguments, piece)[1], num_bytes, folder)
     rates = measure_rates(floor.tiers)
     for number in range(WARM_UP):
         floor.run(number, {})
@@ -377,7 +343,6 @@ def show_sweep(found: dict[str, Any]) -> None:
     rates = found["rates"]
     print("  " + ", ".join(f"{way} {rate / 1e9:.1f} GB/s" for way, rate in rates.items()), flush=True)
     first: list[float] = []
-    compute = 0.0
     for row in found["budgets"]:
         if "refused" in row:
             print(f"  {row['fraction']:5.0%}  {row['refused'].splitlines()[0]}", flush=True)
@@ -387,15 +352,16 @@ def show_sweep(found: dict[str, Any]) -> None:
         row["ratio"] = row["ms"] / row["floor_ms"]
         row["bytes_ms"] = 1e3 * sum(nbytes / rates[way] for way, nbytes in row["moved"].items())
         row["same_losses"] = row["losses"] == first
-        compute = compute or row["floor_ms"]
-        row["in_turn_ms"] = compute + row["bytes_ms"]
+        order = ""
+        if row["ordered"]:
+            row["ordered_ms"] = 1e3 * statistics.median(row["ordered"])
+            order = f"; in order {row['ordered_ms']:8.1f} ms: {row['ms'] / row['ordered_ms']:.2f}"
         moved = ", ".join(f"{nbytes / 1e6:.0f} MB {way}" for way, nbytes in row["moved"].items())
         losses = "equal" if row["same_losses"] else "DIFFER"
         print(
             f"  {row['fraction']:5.0%} {row['budget'] / 1e6:8.1f} MB{' and files' if row['disk'] else ''}"
             f"{', small chunks' if 'chunk_bytes' in row else ''}  {row['ms']:8.1f} ms, floor "
-            f"{row['floor_ms']:8.1f} ms: {row['ratio']:.2f}; bytes alone {row['bytes_ms']:6.1f} ms, "
-            f"in turn {row['ms'] / row['in_turn_ms']:.2f} "
+            f"{row['floor_ms']:8.1f} ms: {row['ratio']:.2f}{order}; bytes alone {row['bytes_ms']:6.1f} ms "
             f"({moved}); losses {losses}; {row['resident'] / 1e6:.0f} MB resident so far",
             flush=True,
         )

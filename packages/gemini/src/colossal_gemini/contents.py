@@ -19,12 +19,16 @@ A content has a *home*, the tier where it stays while nobody needs it. It is emp
 Room, once a home has it, stays until the content is empty or moves: what was brought away can always come
 back. A tier that is no home has room only while its copy is valid, touched, or on its way.
 
+What need not be home at once leaves (:mod:`colossal_gemini.leaving`); who needs it before it has arrived
+finds it where it was, and whoever is short of memory waits for it.
+
 Between files and a device whose memory files do not reach, a copy goes through host memory, and is dropped
 there once it has arrived, unless that is its home.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, final
 
 from attrs import frozen
@@ -32,6 +36,7 @@ from attrs import frozen
 from colossal_core.errors import ColossalError
 from colossal_core.runtime.arena import Arena, Block
 from colossal_gemini.disk import Disk, Extent
+from colossal_gemini.leaving import Leaving
 from colossal_gemini.transfers import Copier, Transfer
 
 if TYPE_CHECKING:
@@ -54,6 +59,7 @@ class Tiers:
         ordered: Each tier once, fastest first.
         moved: Bytes by the names of the tiers from and to which they were moved.
         copier: What copies between memories.
+        leaving: Contents on their way home.
         disk_reaches_device: Whether files are read to and written from the device directly.
     """
 
@@ -74,6 +80,9 @@ class Tiers:
         self.ordered = tuple(dict.fromkeys(found))
         self.moved: dict[tuple[str, str], int] = {}
         self.copier = Copier()
+        self.leaving = Leaving()
+        for arena in (self.device, self.host):
+            arena.reclaim = partial(self.leaving.make_room, arena)
         self.disk_reaches_device = self.device.device.type == "cpu"
         assert len({tier.name for tier in self.ordered}) == len(self.ordered), "tiers have different names"
         assert self.host.device.type == "cpu", f"host memory is not on {self.host.device}"
@@ -219,11 +228,15 @@ class Content:
             MemoryBudgetError: The tier has no room.
             DiskTierError: The disk has none, or an earlier transfer of this content has failed.
         """
+        self._stay(tier)
         if tier not in self._valid and not self.is_coming(tier):
             self._launch(self._next_hop(tier), is_waited_for=False)
 
     def bring(self, tier: Tier) -> None:
         """Have a valid copy in a tier; the same errors as :meth:`start`."""
+        if self.is_leaving(tier) and self._pending is not None:
+            self._complete()  # who brings it may write to it
+        self._stay(tier)
         while tier not in self._valid:
             if not self.is_coming(tier):
                 self._launch(self._next_hop(tier), is_waited_for=True)
@@ -240,6 +253,7 @@ class Content:
         Raises:
             MemoryBudgetError: The tier has no room.
         """
+        self._stay(tier)
         if self._pending is not None and tier in (self._pending.source, self._pending.target):
             self._complete()
         self._finish_last()
@@ -252,6 +266,7 @@ class Content:
         if self._pending is not None and tier in (self._pending.source, self._pending.target):
             self._refuse(f"wrote({tier.name}) while that memory is in transfer")
         self._abandon()
+        self._stay()
         self._valid = {tier}
         for other in self.tiers.ordered:
             if other is not tier and other is not self.home and other is not keep:
@@ -274,6 +289,7 @@ class Content:
         Raises:
             DiskTierError: It could not be written; the copies are as they were.
         """
+        self._stay()
         if self._pending is not None:
             self._complete()
         if self._valid:
@@ -282,6 +298,29 @@ class Content:
             if tier is not keep and (tier is not self.home or not self._valid):
                 self._valid.discard(tier)
                 self._give_room(tier)
+
+    def leave(self, keep: Tier | None = None) -> None:
+        """Begin to settle; the room is given back when somebody needs it, or at the next :meth:`settle`.
+
+        Raises:
+            DiskTierError: The disk has no room, or an earlier transfer of this content has failed.
+        """
+        if len(self._valid) != 1 or self.home in self._valid:
+            self.settle(keep)
+            return
+        (source,) = self._valid
+        self.start(self.home)
+        if source is not keep and isinstance(source, Arena):
+            self.tiers.leaving.add(self, source)
+
+    def is_leaving(self, tier: Tier) -> bool:
+        """Return whether it is on its way home from a tier, and nobody has asked for it there since."""
+        return self.tiers.leaving.source_of(self) is tier
+
+    def _stay(self, tier: Tier | None = None) -> None:
+        """Leave a tier no more, or none where none is given: somebody asks for it there, or settles it."""
+        if tier is None or self.is_leaving(tier):
+            self.tiers.leaving.forget(self)
 
     def move_home(self, tier: Tier) -> None:
         """Live in another tier from now on; what is valid is brought there, and the old home's room goes.
@@ -301,6 +340,7 @@ class Content:
 
     def discard(self) -> None:
         """Be empty, and give all room back: nobody needs what was written."""
+        self._stay()
         self._abandon()
         self._valid.clear()
         for tier in self.tiers.ordered:

@@ -94,13 +94,14 @@ class ContentMemory:
 
     def release(self) -> None:
         """Give the memory back, unless the content lives there; what was not written there is lost."""
-        self.content.settle()
+        self.content.leave()
         self.heard(False)
 
     @property
     def is_held(self) -> bool:
         """Whether there is memory."""
-        return self.content.has_room(self.content.tiers.device)
+        device = self.content.tiers.device
+        return self.content.has_room(device) and not self.content.is_leaving(device)
 
 
 @final
@@ -178,7 +179,8 @@ class ChunkHome(RangeHome):
                 content.wrote(self.worksite, self._kept(content))
         self.keep(states)
         for content in self._all():
-            self._settle(content)
+            if self._users[content] == 0:
+                content.leave(self._kept(content))
 
     def keep(self, states: Sequence[tuple[Segment, State]]) -> None:
         """Move states into contents, and forget those that are not used any more."""
@@ -376,7 +378,7 @@ class TieredShard(Shard):
         """Let the first result live where gradients do, and add later ones."""
         if result is self._content.tensor_in(self._device):
             self._content.wrote(self._device)
-            self._content.settle()
+            self._content.leave()
             self.has_result, self.is_awaited = True, False
             return
         self.keep()
@@ -399,6 +401,7 @@ class TieredShard(Shard):
         worksite = self._home.worksite
         is_apart = worksite is not self._device  # where one rank has its unreduced gradients
         if is_apart and self._is_wide and self._content.home is worksite:
+            self._content.settle()
             self.total = self._held.gradient
             return
         self._sums.touch(worksite)
@@ -413,6 +416,8 @@ class TieredShard(Shard):
         elif self.total is not None:
             with self._home.present("gradient"):
                 self._held.gradient.copy_(self.total)
+        elif self._content.home is self._home.worksite and self._content.is_leaving(self._device):
+            self._content.settle()  # it may be read there now
         self._sums.discard()
         self.total, self.has_result = None, False
 

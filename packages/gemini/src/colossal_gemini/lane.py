@@ -46,6 +46,11 @@ class FrugalLane(ScatteredLane):
             self._send_old(index)
         super()._make_room(index)
 
+    def _launch_next(self) -> None:
+        """Send the next buffer; what has arrived leaves the device while backward goes on."""
+        super()._launch_next()
+        self._collect_done()
+
     def _send_old(self, index: int) -> None:
         """Send buffers of units that backward has left."""
         # Who has sent a buffer has sent the closing message of the round before, so that has come as well.

@@ -121,7 +121,8 @@ class TieredResidency(Residency):
         self._limit(0)
 
     def _reclaim(self, num_bytes: int) -> None:
-        """Wait for memory that was let go of and that a message, which has ended, still refers to."""
+        """Wait for what leaves, and for memory that a message, which has ended, still refers to."""
+        self._tiers.leaving.make_room(self._tiers.device, num_bytes)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self._lingering and self._tiers.device.room() < num_bytes and time.monotonic() < deadline:
             self._free_lingering()
@@ -131,6 +132,7 @@ class TieredResidency(Residency):
         """Let chunks have what everything else leaves them."""
         if self._budget is not None:
             self._tiers.device.budget = self._budget - other
+            self._tiers.leaving.make_room(self._tiers.device, 0)
 
     # --- what is needed -------------------------------------------------------------------------------------
 
