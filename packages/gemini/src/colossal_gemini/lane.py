@@ -53,9 +53,7 @@ class FrugalLane(ScatteredLane):
 
     def _send_old(self, index: int) -> None:
         """Send buffers of units that backward has left."""
-        # Who has sent a buffer has sent the closing message of the round before, so that has come as well.
-        while any(message.index is not None for message in self._on_their_way):
-            self._collect_first()
+        self._collect_buffers()
         unit = self.buffers[index].kind.unit
         held = [
             number
@@ -67,4 +65,12 @@ class FrugalLane(ScatteredLane):
             last = max(number for number in held if self.buffers[number].kind.unit == old)
             while self.next <= min(last, index - 1):
                 self._launch_next()
-                self._collect_first()
+                self._collect_buffers()
+
+    def _collect_buffers(self) -> None:
+        """Wait for all buffers that are on their way.
+
+        Who has sent one has sent the closing message of the round before, so that has come as well.
+        """
+        while any(message.index is not None for message in self._on_their_way):
+            self._collect_first()
