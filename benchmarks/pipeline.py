@@ -2,13 +2,14 @@
 
 A GPT (width 256, 8 blocks, vocabulary 512, sequence 128) is cut into the same stages in both systems, by
 hand for torch, with `balance` for ours. Both run in the same processes, a step of each in turn and in
-changing order, with fused AdamW and without clipping. At 2 ranks our `zbv` is compared with our `1f1b`, too;
-`--self` compares nothing else.
+changing order, with fused AdamW and with gradients clipped by their norm over all stages, as in any training
+of a GPT. `--no-clip` leaves that out; ours then still computes the norm, which tells whether gradients are
+finite. At 2 ranks our `zbv` is compared with our `1f1b`, too; `--self` compares nothing else.
 
 With more ranks than cores a bubble is another rank's time, so figures tell about schedules on as many cores
 as ranks only. Processor time, of the last rank, is what is left of a comparison on a busy machine.
 
-    python -m benchmarks.pipeline [--ranks 2 4] [--pairs 10] [--self] [--json FILE]
+    python -m benchmarks.pipeline [--ranks 2 4] [--pairs 10] [--no-clip] [--self] [--json FILE]
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ WIDTH, LAYERS, VOCABULARY, SEQUENCE = 256, 8, 512, 128
 ROWS = 16
 WARM_UP_STEPS = 3
 TARGET = 1.0
+BOUND = 1.0
 
 CASES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Schedules that both have, with their chunks."""
@@ -76,7 +78,14 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def make_torch(schedule: str, chunks: int, microbatches: int) -> Step:
+def clip(parameters: list[nn.Parameter]) -> None:
+    """Clip by the norm over all stages."""
+    square = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+    dist.all_reduce(square)
+    torch.nn.utils.clip_grads_with_norm_(parameters, BOUND, square.sqrt())
+
+
+def make_torch(schedule: str, chunks: int, microbatches: int, *, clips: bool) -> Step:
     """Return the step of torch's runtime."""
     torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -100,6 +109,8 @@ def make_torch(schedule: str, chunks: int, microbatches: int) -> Step:
         losses: list[torch.Tensor] = []
         arguments = (ids,) if rank == 0 else ()
         runs.step(*arguments, target=target if rank == ranks - 1 else None, losses=losses)
+        if clips:
+            clip(parameters)
         optimizer.step()
         optimizer.zero_grad()
         return float(torch.stack([loss.detach() for loss in losses]).mean()) if losses else 0.0
@@ -107,7 +118,7 @@ def make_torch(schedule: str, chunks: int, microbatches: int) -> Step:
     return step
 
 
-def make_ours(schedule: str, chunks: int, microbatches: int) -> Step:
+def make_ours(schedule: str, chunks: int, microbatches: int, *, clips: bool) -> Step:
     """Return our step."""
     torch.manual_seed(0)
     model, ranks = GPT(WIDTH, LAYERS), dist.get_world_size()
@@ -115,7 +126,7 @@ def make_ours(schedule: str, chunks: int, microbatches: int) -> Step:
     piece = Pipeline(
         degree=ranks, microbatches=microbatches, schedule=schedule, chunks=chunks, balance=balance
     )
-    booster = Booster(piece)
+    booster = Booster(piece, max_grad_norm=BOUND if clips else None)
     model, optimizer = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
     def step(ids: torch.Tensor, target: torch.Tensor) -> Any:
@@ -152,22 +163,28 @@ def work(arguments: argparse.Namespace) -> None:
     launch()
     microbatches = 2 * dist.get_world_size()
     if arguments.schedule == "self":
-        systems = {"other": make_ours("1f1b", 1, microbatches), "colossal": make_ours("zbv", 2, microbatches)}
+        systems = {
+            "other": make_ours("1f1b", 1, microbatches, clips=arguments.clip),
+            "colossal": make_ours("zbv", 2, microbatches, clips=arguments.clip),
+        }
     else:
         settings = (arguments.schedule, CASES[arguments.schedule], microbatches)
-        systems = {"other": make_torch(*settings), "colossal": make_ours(*settings)}
+        systems = {
+            "other": make_torch(*settings, clips=arguments.clip),
+            "colossal": make_ours(*settings, clips=arguments.clip),
+        }
     result = measure(systems, arguments.pairs)
     if dist.get_rank() == dist.get_world_size() - 1:
         Path(arguments.worker).write_text(json.dumps(result))
 
 
-def run_case(ranks: int, schedule: str, pairs: int) -> dict[str, Any]:
+def run_case(ranks: int, schedule: str, pairs: int, *, clips: bool) -> dict[str, Any]:
     """Start the ranks of one measurement, and print its line."""
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "result.json"
         command = [sys.executable, "-m", "colossal_cli", "run", "--nproc", str(ranks)]
         command += ["-m", "benchmarks.pipeline", "--worker", str(target)]
-        command += ["--schedule", schedule, "--pairs", str(pairs)]
+        command += ["--schedule", schedule, "--pairs", str(pairs), "--clip" if clips else "--no-clip"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment)  # noqa: S603 - our own command
         found: dict[str, Any] = json.loads(target.read_text())
@@ -176,6 +193,7 @@ def run_case(ranks: int, schedule: str, pairs: int) -> dict[str, Any]:
     case = {
         "ranks": ranks,
         "schedule": schedule,
+        "clips": clips,
         "other_ms": 1e3 * statistics.median(other),
         "colossal_ms": 1e3 * statistics.median(ours),
         "ratio_of_medians": statistics.median(ours) / statistics.median(other),
@@ -200,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="clip gradients")
     parser.add_argument("--self", dest="own", action="store_true", help="compare zbv with 1f1b only")
     parser.add_argument("--json", type=Path, default=Path("runs/bench_pipeline.json"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -214,7 +233,7 @@ def main() -> None:
         wanted = [(2, "self")]
     elif 2 in arguments.ranks:
         wanted.append((2, "self"))
-    cases = [run_case(ranks, schedule, arguments.pairs) for ranks, schedule in wanted]
+    cases = [run_case(ranks, schedule, arguments.pairs, clips=arguments.clip) for ranks, schedule in wanted]
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"torch": torch.__version__, "machine": machine, "cases": cases}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_core import Recompute
+from colossal_core import Recompute, Replicated
 from colossal_core.errors import ColossalError, UsageError
 from colossal_pipeline import Pipeline
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
@@ -202,6 +202,7 @@ def boost_with(pieces: list[object], settings: dict[str, Any]) -> None:
         ([Pipeline(degree=2, microbatches=2, balance=(4, 4))], "sums to 8 blocks, and the model has 9"),
         ([Pipeline(degree=2, microbatches=2, everywhere="x")], "no parameter of GPT"),
         ([Pipeline(degree=2, microbatches=2, schedule="zbh1"), Recompute()], "backward in two halves"),
+        ([Pipeline(degree=2, microbatches=2), Replicated(reduce="backward")], "still wait for its messages"),
     ],
 )
 def test_what_cannot_be_is_refused_at_boost(pieces: list[object], text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,9 +159,9 @@ def test_copies_of_a_tied_weight_are_equal_after_every_step(trains_embedding: bo
 class Twice(nn.Module):
     """A model that begins and ends with the same module."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: nn.Module) -> None:
         super().__init__()
-        self.shared = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.shared = shared
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
         self.last = self.shared
 
@@ -172,19 +174,71 @@ class Twice(nn.Module):
         return outputs
 
 
-def use_a_module_twice() -> None:
-    """Call a module on the first stage with what the last one computes."""
-    run = Run(model=Twice().double(), criterion=nn.MSELoss(), batches=[])
-    booster, _ = trials.boost(run, [Pipeline(degree=2, microbatches=2)])
-    batch = (torch.zeros(4, 4).double(), torch.zeros(4, 4).double())
-    booster.forward_backward(run.model, batch, run.criterion)
+def build_twice() -> Run:
+    """Build it with a norm and a product that are called twice."""
+    model = Twice(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))).double()
+    randomise(model, seed=3)
+    source = torch.Generator().manual_seed(4)
+    batches = [tuple(torch.randn(2, 5, 4, generator=source, dtype=torch.float64)) for _ in range(3)]
+    return Run(model=model, criterion=nn.MSELoss(), batches=batches)
 
 
-def test_a_module_that_begins_and_ends_the_model_is_refused_by_name() -> None:
-    """On all ranks, with what to do; tied weights of two modules are the way that works."""
-    for error in run_ranks_expecting_errors(use_a_module_twice, 2):
-        assert "'shared" in str(error)
-        assert "needs output 0 of 'blocks.3'" in str(error)
+def train_twice(piece: Pipeline, folder: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train, and return norms and weights; with a folder these go through a checkpoint."""
+    run = build_twice()
+    booster, optimizer = trials.boost(run, [piece])
+    norms = []
+    for batch in run.batches:
+        booster.forward_backward(run.model, batch, run.criterion)
+        optimizer.step()
+        norms.append(float(optimizer.grad_norm))
+        optimizer.zero_grad()
+    if folder is not None:
+        booster.export(run.model, folder)
+    return norms, trials.weights_of(booster, run.model)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of all tensors in exported files, as often as they are there."""
+    found: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        found += [name for name in header if name != "__metadata__"]
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Pipeline(degree=2, microbatches=3, balance=("blocks.2",)),
+        Pipeline(degree=2, microbatches=2, schedule="zbv", chunks=2),
+    ],
+    ids=["two ranks", "one rank"],
+)
+def test_a_module_may_begin_and_end_the_model(piece: Pipeline, tmp_path: Path) -> None:
+    """Each stage that calls it has a copy; the norm counts it once, and a file has it once."""
+    expected = trials.train_by_hand(build_twice(), piece.microbatches)
+
+    found = run_ranks(train_twice, 2, piece, str(tmp_path / "out"))
+
+    for norms, weights in found:
+        assert norms == pytest.approx(expected.norms, rel=0, abs=1e-10)
+        for name, value in expected.weights.items():
+            assert torch.allclose(weights[name], value, rtol=0, atol=1e-10), name
+    assert names_in(tmp_path / "out") == sorted(expected.weights)
+
+
+def count_batches_twice() -> None:
+    """Let both stages count what a normalisation sees."""
+    run = Run(model=Twice(nn.BatchNorm1d(4)).double(), criterion=nn.MSELoss(), batches=[])
+    trials.boost(run, [Pipeline(degree=2, microbatches=2)])
+
+
+def test_batch_statistics_on_two_stages_are_refused_by_name() -> None:
+    """On all ranks, with what to do."""
+    for error in run_ranks_expecting_errors(count_batches_twice, 2):
+        assert "'shared' is called on stages [0, 1]" in str(error)
 
 
 # --- evaluation between steps -------------------------------------------------------------------------------

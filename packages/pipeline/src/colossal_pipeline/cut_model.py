@@ -7,7 +7,7 @@ out once for each of them and kept.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
@@ -93,7 +93,6 @@ class CutModel:
         holders: Mapping[str, frozenset[int]],
         context: Context,
         *,
-        own: Collection[int],
         keeps_forms: bool = True,
     ) -> None:
         """Know the model; it is cut already.
@@ -103,13 +102,12 @@ class CutModel:
             stages: Stage of each item.
             holders: For each parameter, by all its names, the stages whose rank holds it.
             context: The parameter table, where outputs go, and how cut layers show serial shapes.
-            own: Stages of this rank.
             keeps_forms: Whether what flows depends on shapes only.
         """
         self.has_compared = False
         self._keeps_forms = keeps_forms
         self.model = model
-        self.stages: Stages = Stages(model, find_items(model), stages, own, context.crossing)
+        self.stages: Stages = Stages(model, find_items(model), context.crossing)
         self._stage_of = dict(stages)
         self._num_stages = max(stages.values()) + 1
         self._holders = dict(holders)
@@ -204,7 +202,7 @@ class CutModel:
 
     def look(self) -> _Look:
         """Return what the model consists of, found out anew where it has changed; once per step."""
-        modules = tuple(self.model.modules())
+        modules = _modules_of(self.model)
         held = [value for module in modules for value in module._parameters.values()]  # noqa: SLF001 - as torch.func
         flat = [vars(module).get("_flat_weights") for module in modules]  # of recurrent modules
         mark = list(map(id, (*modules, *held, *flat)))
@@ -239,6 +237,18 @@ class CutModel:
             shape = tuple(parameter.shape) if entry is None else entry.shape
             found[name] = (shape, parameter.dtype)
         return found
+
+
+def _modules_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of a model, itself first; names, which ``model.modules()`` makes, take its time."""
+    found = {model: None}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():  # noqa: SLF001 - as above
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return tuple(found)
 
 
 def _identity(criterion: Callable[..., torch.Tensor] | None) -> Hashable:

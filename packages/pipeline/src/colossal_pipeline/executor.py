@@ -11,6 +11,7 @@ from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.agreement import Agreement
 from colossal_core.runtime.launch import rendezvous_store
+from colossal_core.runtime.swapping import evaluating
 from colossal_core.schedule import PipelineShape, Span
 from colossal_pipeline.step import Gear, Step
 from colossal_pipeline.timeline import Recording
@@ -134,15 +135,9 @@ class PipelineExecutor(AbstractExecutor):
         With outputs the batch is one micro-batch, so that they are what the model returns.
         """
         cut = self._models[model]
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                step = Step(self._gear, cut, criterion, trains=False, wants_outputs=wants_outputs)
-                share, total = step.prepare(batch, None, batch_dims)
-                loss = step.play(share, float(total), 1.0)
-                outputs = step.tell_outputs() if wants_outputs else None
-        finally:
-            for module, training in modes:
-                module.training = training
+        with evaluating(model), torch.no_grad():
+            step = Step(self._gear, cut, criterion, trains=False, wants_outputs=wants_outputs)
+            share, total = step.prepare(batch, None, batch_dims)
+            loss = step.play(share, float(total), 1.0)
+            outputs = step.tell_outputs() if wants_outputs else None
         return loss, outputs

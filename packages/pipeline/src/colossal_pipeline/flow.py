@@ -73,6 +73,7 @@ class Call:
         needs: Outputs of earlier calls that its arguments are made of.
         parameters: Names of parameters that its arguments are made of, outside all items.
         passes_arguments: Whether it returns an argument as it is.
+        only_leaf: The form of the one tensor that it returns and nothing else; None where it does not.
     """
 
     item: str
@@ -82,11 +83,14 @@ class Call:
     needs: frozenset[LeafKey]
     parameters: frozenset[str]
     passes_arguments: bool = field(init=False)
+    only_leaf: LeafSpec | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Look up what is asked for with every micro-batch."""
         slots = (leaf for leaf in list_leaves(self.template) if isinstance(leaf, Slot))
         object.__setattr__(self, "passes_arguments", any(slot.is_argument for slot in slots))
+        is_plain = isinstance(self.template, Slot) and not self.passes_arguments
+        object.__setattr__(self, "only_leaf", self.leaves[0] if is_plain else None)
 
 
 @frozen(eq=False)

@@ -2,6 +2,10 @@
 
 The one idea: a stage needs what its calls are made of and another stage computes. It gets it from the stage
 that computes it, directly, also past stages in between.
+
+# Note [Modules that are called again]
+A module that is called again, with what a later stage computes, is computed there the second time, where its
+parameters are held as well. So a norm or an embedding may begin and end a model.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from attrs import field, frozen
 from colossal_core.errors import CapabilityError
 from colossal_pipeline.flow import Flow, LeafKey
 
-__all__ = ["Form", "Route", "Routes", "cut_flow"]
+__all__ = ["Form", "Route", "Routes", "cut_flow", "stages_of_calls"]
 
 
 @final
@@ -45,6 +49,7 @@ class Routes:
         routes: All routes, in the order of sources and targets.
         gradients: The same routes with only those tensors whose gradient comes back.
         wanted: For each stage the tensors that others need of it.
+        wanted_calls: For each stage the numbers of the calls that these come from.
     """
 
     num_stages: int
@@ -53,14 +58,17 @@ class Routes:
     routes: tuple[Route, ...]
     gradients: tuple[Route, ...]
     wanted: tuple[frozenset[LeafKey], ...] = field(init=False)
+    wanted_calls: tuple[frozenset[int], ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Look up what is asked for with every micro-batch."""
-        wanted = (
+        wanted = tuple(
             frozenset(key for route in self.out_of(stage) for key in route.keys)
             for stage in range(self.num_stages)
         )
-        object.__setattr__(self, "wanted", tuple(wanted))
+        object.__setattr__(self, "wanted", wanted)
+        calls = tuple(frozenset(key.call for key in keys) for keys in wanted)
+        object.__setattr__(self, "wanted_calls", calls)
 
     def into(self, stage: int) -> tuple[Route, ...]:
         """Return what a stage receives in forward."""
@@ -93,6 +101,28 @@ class Form:
     routes: Routes
 
 
+def stages_of_calls(
+    flow: Flow, stages: Mapping[str, int], holders: Mapping[str, Iterable[int]] | None = None
+) -> tuple[int, ...]:
+    """Return the stage of each call; see Note [Modules that are called again].
+
+    Args:
+        flow: What flows between items.
+        stages: Stage of each item.
+        holders: For each parameter of an item, by any of its names, the stages whose rank holds it; None
+            before anything is held.
+    """
+    found: list[int] = []
+    for call in flow.calls:
+        earliest = max((found[key.call] for key in call.needs), default=0)
+        own = stages[call.item]
+        is_held = holders is None or all(
+            earliest in ranks for name, ranks in holders.items() if name.startswith(f"{call.item}.")
+        )
+        found.append(earliest if earliest > own and is_held else own)
+    return tuple(found)
+
+
 def cut_flow(
     flow: Flow,
     stages: Mapping[str, int],
@@ -110,7 +140,7 @@ def cut_flow(
     Raises:
         CapabilityError: A stage needs what a later one computes, or a parameter that it does not hold.
     """
-    stage_of = tuple(stages[call.item] for call in flow.calls)
+    stage_of = stages_of_calls(flow, stages, holders)
     needs: list[set[LeafKey]] = [set() for _ in range(num_stages)]
     last_calls: list[int | None] = [None] * num_stages
     for number, call in enumerate(flow.calls):

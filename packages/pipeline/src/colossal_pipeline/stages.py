@@ -13,8 +13,8 @@ code between modules that runs on several stages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -30,14 +30,17 @@ from colossal_pipeline.absent import Absent
 from colossal_pipeline.flow import Flow, LeafKey, Slot, list_leaves
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from colossal_core.runtime.batches import Call as ModelCall
     from colossal_core.runtime.borders import Crossing
     from colossal_pipeline.items import Item
     from colossal_pipeline.routes import Form, Routes
 
 __all__ = ["Entry", "StageOutcome", "Stages", "enter_graph"]
+
+
+_CALL = "_call_impl"
+"""What torch runs when a module is called: hooks and forward. It is replaced as a whole, so that hooks of the
+user run on the stage that computes a module, and nowhere else."""
 
 
 class _StageEnd(BaseException):
@@ -129,8 +132,6 @@ class Stages:
         self,
         model: nn.Module,
         items: Sequence[Item],
-        stages: Mapping[str, int],
-        own: Collection[int],
         crossing: Crossing,
     ) -> None:
         """Know the model.
@@ -138,61 +139,59 @@ class Stages:
         Args:
             model: The model, of which this rank may hold parts only.
             items: Its items.
-            stages: Stage of each item.
-            own: Stages of this rank.
             crossing: Tells borders that outputs go into a loss, and completes what other stages get.
         """
         self._model = model
         self._crossing = crossing
         self.items = tuple(items)
-        self._stages = dict(stages)
-        self._own = frozenset(own)
         self._run: _Run | None = None
         self.is_running = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let items ask the present run what to do, while this is entered: one set of hooks for all runs."""
-        with ExitStack() as stack:
-            for item in self.items:
-                stack.enter_context(self._watch(item, self._stages[item.name]))
-            yield
-
-    @contextmanager
-    def _watch(self, item: Item, stage: int) -> Iterator[None]:
-        """Let a module compute on its own stage, and elsewhere return what came from there."""
-        # By name, since what cuts layers puts others in the place of those that there were.
-        module = self._model.get_submodule(item.name)
-        slots = vars(module)
-        before, compute = slots.get("forward"), module.forward
-        device = next(module.parameters()).device
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._run is not None and self._run.stage == stage:
-                self._run.enter(item.name, args, kwargs)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._run is None or self._run.stage == stage:
-                return compute(*args, **kwargs)
-            return self._run.leave_out(item.name, args, kwargs, device)
-
-        def leave(_: nn.Module, _args: Any, outputs: Any) -> None:
-            if self._run is not None and self._run.stage == stage:
-                self._run.leave(item.name, outputs)
-
-        handles: list[RemovableHandle] = []
-        if stage in self._own:  # hooks are slow, and elsewhere there is nothing to do around forward
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave))
-        slots["forward"] = forward
+        """Let items ask the present run what to do, while this is entered: once for all runs of a step."""
+        device = next(self._model.parameters()).device
+        undo: list[Callable[[], None]] = []
         try:
+            for item in self.items:
+                self._watch(item, device, undo)
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-            del slots["forward"]
+            for step in reversed(undo):
+                step()
+
+    def _watch(self, item: Item, device: torch.device, undo: list[Callable[[], None]]) -> None:
+        """Let a module compute on its own stage, and elsewhere return what came from there.
+
+        Args:
+            item: The module.
+            device: Where outputs would be.
+            undo: Gets what takes this back.
+        """
+        # By name, since what cuts layers puts others in the place of those that there were.
+        module, name = self._model.get_submodule(item.name), item.name
+        slots = vars(module)
+        before = slots.get(_CALL)
+        compute = getattr(module, _CALL)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            if run is None:
+                return compute(*args, **kwargs)
+            if not run.computes(name):
+                return run.leave_out(name, args, kwargs, device)
+            run.enter(name, args, kwargs)
+            outputs = compute(*args, **kwargs)
+            run.leave(name, outputs)
+            return outputs
+
+        def restore() -> None:
+            del slots[_CALL]
             if before is not None:
-                slots["forward"] = before
+                slots[_CALL] = before
+
+        slots[_CALL] = call
+        undo.append(restore)
 
     def run(
         self,
@@ -258,6 +257,7 @@ class _Run:
         counts: How often each item was called.
         sent: What other stages need: values without graph, contiguous.
         edges: Where their gradients enter the graph.
+        calls_received: Numbers of the calls that something in ``received`` comes from.
     """
 
     flow: Flow
@@ -269,6 +269,11 @@ class _Run:
     counts: dict[str, int] = field(factory=dict)
     sent: dict[LeafKey, torch.Tensor] = field(factory=dict)
     edges: dict[LeafKey, GradientEdge] = field(factory=dict)
+    calls_received: frozenset[int] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look up of which calls anything came."""
+        self.calls_received = frozenset(key.call for key in self.received)
 
     @property
     def wanted(self) -> frozenset[LeafKey]:
@@ -295,6 +300,10 @@ class _Run:
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
+
+    def computes(self, name: str) -> bool:
+        """Whether the next call of an item is one of this stage."""
+        return self.routes.stage_of[self._find(name)] == self.stage
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call of a module of this stage."""
@@ -326,6 +335,17 @@ class _Run:
         number = self._find(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         call = self.flow.calls[number]
+        spec = call.only_leaf
+        if spec is not None and number not in self.calls_received:
+            result: Any = Absent.like(spec.shape, spec.dtype, device)
+        else:
+            result = self._fill(number, args, kwargs, device)
+        self.draw("behind", number)
+        return result
+
+    def _fill(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+        """Return what a call on another stage returned, with what came from there."""
+        call = self.flow.calls[number]
         arguments = list_leaves((args, kwargs)) if call.passes_arguments else []
 
         def fill(_: str, leaf: Any) -> Any:
@@ -333,16 +353,14 @@ class _Run:
                 return leaf
             if leaf.is_argument:
                 return arguments[leaf.index]
-            found = self.received.get(LeafKey(number, leaf.index)) if self.received else None
+            found = self.received.get(LeafKey(number, leaf.index))
             if found is not None and found.tensor is not None:
                 return found.tensor
             spec = call.leaves[leaf.index]
             return Absent.like(spec.shape, spec.dtype, device)
 
         template = call.template
-        result = fill("", template) if isinstance(template, Slot) else map_leaves(fill, template)
-        self.draw("behind", number)
-        return result
+        return fill("", template) if isinstance(template, Slot) else map_leaves(fill, template)
 
     def _find(self, name: str) -> int:
         """Return the number of the next call of an item in the flow."""
@@ -353,7 +371,7 @@ class _Run:
 
     def _take(self, number: int, outputs: Any) -> None:
         """Check the outputs of a call, and take those that other stages need."""
-        if type(outputs) is torch.Tensor and LeafKey(number, 0) not in self.wanted:
+        if type(outputs) is torch.Tensor and number not in self.routes.wanted_calls[self.stage]:
             return  # one real tensor that nobody else needs: nothing to do, as for most calls
         call = self.flow.calls[number]
         leaves = [leaf for leaf in list_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -16,6 +16,7 @@ from torch import nn
 from colossal_core.errors import CapabilityError, UsageError
 from colossal_core.interfaces import AbstractStrategy, Proposal
 from colossal_core.mesh import GroupSpec
+from colossal_core.pieces import Replicated
 from colossal_core.runtime.table import Part, whole_part
 from colossal_core.schedule import PipelineShape, Work, check_schedule
 from colossal_pipeline.costs import costs_of
@@ -24,6 +25,7 @@ from colossal_pipeline.executor import PipelineExecutor
 from colossal_pipeline.finding import find_schedule
 from colossal_pipeline.partition import cut_evenly, starts_of_blocks, starts_of_names
 from colossal_pipeline.probing import Look, look_at
+from colossal_pipeline.routes import stages_of_calls
 from colossal_pipeline.transport import AXIS
 
 if TYPE_CHECKING:
@@ -94,7 +96,9 @@ class PipelineStrategy(AbstractStrategy):
                 )
             look = look_at(model)
             self._stages[name] = stages = stages_of(look, self.options)
-            found = self._ranks_of(model, look, stages, placement)
+            calls = () if look.flow is None else stages_of_calls(look.flow, stages)
+            computed = _computed_on(look, stages, calls)
+            found = self._ranks_of(model, look, computed, calls, placement)
             self._holders[name] = {
                 path: frozenset(stage for stage, owner in enumerate(placement) if owner in ranks)
                 for path, ranks in found.items()
@@ -117,14 +121,12 @@ class PipelineStrategy(AbstractStrategy):
                 else:
                     tensor.data = tensor.detach().new_empty(0)
             context.table.cut(key, parts=parts)
-        here = context.mesh.layout.coordinates(context.mesh.rank)[AXIS]
         for name, model in models.items():
             cut = CutModel(
                 model,
                 self._stages[name],
                 self._holders[name],
                 context,
-                own=[stage for stage, rank in enumerate(self._placement()) if rank == here],
                 keeps_forms=self.options.flow == "shapes",
             )
             self._cut[model] = cut
@@ -145,6 +147,12 @@ class PipelineStrategy(AbstractStrategy):
     def _check_plan(self, plan: Plan) -> None:
         """Refuse what does not go together."""
         assert self._schedule is not None
+        if self.options.degree > 1 and plan.memory.options == Replicated(reduce="backward"):
+            raise CapabilityError(
+                "Replicated(reduce='backward') averages inside of the last backward of a rank, while other "
+                "stages of a pipeline still wait for its messages",
+                hint="leave reduce out, and read gradients in booster.full_gradients(model)",
+            )
         shape = PipelineShape(self.options.degree, self.options.microbatches, self.options.chunks)
         splits = any(action.work is Work.INPUT for row in self._schedule.actions(shape) for action in row)
         if splits and any(piece.record.name == "recompute" for piece in plan.strategies):
@@ -155,7 +163,12 @@ class PipelineStrategy(AbstractStrategy):
             )
 
     def _ranks_of(
-        self, model: nn.Module, look: Look, stages: Mapping[str, int], placement: Sequence[int]
+        self,
+        model: nn.Module,
+        look: Look,
+        computed: Mapping[str, frozenset[int]],
+        calls: Sequence[int],
+        placement: Sequence[int],
     ) -> dict[str, frozenset[int]]:
         """Return which ranks hold each parameter, and each buffer of an item, by all its names."""
         everyone = frozenset(placement)
@@ -166,15 +179,15 @@ class PipelineStrategy(AbstractStrategy):
             *model.named_buffers(remove_duplicate=False),
         ):
             names.setdefault(tensor, []).append(name)
-        reads = _read_outside(look, stages)
+        reads = _read_outside(look, calls, last=len(placement) - 1)
         called = None if look.flow is None else {call.item for call in look.flow.calls}
         for item in look.items:
-            owner = frozenset({placement[stages[item.name]]})
+            owners = frozenset(placement[stage] for stage in computed[item.name])
             for tensor in (*item.module.parameters(), *item.module.buffers()):
                 is_read = any(name in reads for name in names[tensor])
                 if called is not None and item.name not in called and is_read:
                     continue  # nobody but code outside needs it
-                ranks[tensor] = ranks.get(tensor, frozenset()) | owner
+                ranks[tensor] = ranks.get(tensor, frozenset()) | owners
         for tensor, paths in names.items():
             readers = frozenset(placement[stage] for path in paths for stage in reads.get(path, ()))
             if readers:
@@ -227,15 +240,42 @@ def stages_of(look: Look, options: Pipeline) -> dict[str, int]:
     }
 
 
-def _read_outside(look: Look, stages: Mapping[str, int]) -> dict[str, set[int]]:
+def _computed_on(look: Look, stages: Mapping[str, int], calls: Sequence[int]) -> dict[str, frozenset[int]]:
+    """Return the stages that compute each item.
+
+    Args:
+        look: What is known of the model.
+        stages: Stage of each item.
+        calls: Stage of each call, where calls are known.
+
+    Raises:
+        CapabilityError: Several stages would count batch statistics of one module.
+    """
+    found: dict[str, set[int]] = {}
+    if look.flow is not None:
+        for call, stage in zip(look.flow.calls, calls, strict=True):
+            found.setdefault(call.item, set()).add(stage)
+    for item in look.items:
+        counts = any(getattr(module, "track_running_stats", False) for module in item.module.modules())
+        if counts and len(found.get(item.name, ())) > 1:
+            raise CapabilityError(
+                f"{item.name!r} is called on stages {sorted(found[item.name])}, and counts the batches that "
+                "it sees, which no stage sees all of",
+                hint="use a module without running statistics there, or keep both calls on one stage with "
+                "Pipeline(balance=[...])",
+            )
+    return {item.name: frozenset(found.get(item.name, {stages[item.name]})) for item in look.items}
+
+
+def _read_outside(look: Look, calls: Sequence[int], *, last: int) -> dict[str, set[int]]:
     """Return which stages have code between modules that reads a parameter, by the parameter's name."""
     found: dict[str, set[int]] = {}
     if look.flow is not None:
-        for call in look.flow.calls:
+        for call, stage in zip(look.flow.calls, calls, strict=True):
             for name in call.parameters:
-                found.setdefault(name, set()).add(stages[call.item])
+                found.setdefault(name, set()).add(stage)
         for name in look.flow.parameters:
-            found.setdefault(name, set()).add(max(stages.values()))
+            found.setdefault(name, set()).add(last)
     return found
 
 

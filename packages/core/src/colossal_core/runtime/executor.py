@@ -26,6 +26,7 @@ from colossal_core.interfaces import AbstractExecutor
 from colossal_core.mesh import GroupSpec
 from colossal_core.runtime.batches import BatchDims, Call, Weight, loss_of, loss_weight, split_batch
 from colossal_core.runtime.batchnorm import Synchronised
+from colossal_core.runtime.swapping import evaluating
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,21 +132,15 @@ class PlainExecutor(AbstractExecutor):
         """Run forward in evaluation mode; see :class:`~colossal_core.interfaces.AbstractExecutor`."""
         del wants_outputs  # they are here anyway
         self._agreement.begin_exchange()
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with torch.no_grad():
-                call, share, weights = self._weigh(model, batch, criterion, None, batch_dims)
-                outputs = self._forward(model, call)
-                loss = self._loss(outputs, call, criterion, needs_gradient=False)
-                counts = share != 0 and not self._stands_in
-                mean = loss.double() if counts else torch.zeros_like(weights[0])
-                mean = mean * self._part(share, weights)
-                self._context.collectives.all_reduce(mean, self._group, phase="loss").wait()
-                self._check(mean, weights)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with evaluating(model), torch.no_grad():
+            call, share, weights = self._weigh(model, batch, criterion, None, batch_dims)
+            outputs = self._forward(model, call)
+            loss = self._loss(outputs, call, criterion, needs_gradient=False)
+            counts = share != 0 and not self._stands_in
+            mean = loss.double() if counts else torch.zeros_like(weights[0])
+            mean = mean * self._part(share, weights)
+            self._context.collectives.all_reduce(mean, self._group, phase="loss").wait()
+            self._check(mean, weights)
         return mean.to(torch.float32), outputs
 
     @property

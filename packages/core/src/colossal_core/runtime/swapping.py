@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Slot", "find_slots", "kept_attributes", "replaced_forwards", "replaced_tensors"]
+__all__ = ["Slot", "evaluating", "find_slots", "kept_attributes", "replaced_forwards", "replaced_tensors"]
 
 
 Slot = tuple[dict[str, Any], str, Any]
@@ -61,6 +61,18 @@ def replaced_tensors(
     finally:
         for slots, name, before in undo:
             slots[name] = before
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode; each goes back to its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
