@@ -87,6 +87,22 @@ class Penalised(Tower):
         return x @ first.down.weight[:, :WIDTH] + 0.1 * last.up.weight.square().sum()
 
 
+class Filtered(Tower):
+    """Filters rows in the frequency domain, by pairs of real parameters that are read as complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.ones(1))
+        self.filters = nn.ParameterList(nn.Parameter(torch.ones(WIDTH // 2 + 1, 2)) for _ in self.blocks)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Filter after each block."""
+        for block, pairs in zip(self.blocks, self.filters, strict=True):
+            spectrum = torch.fft.rfft(block(x) * self.odd) * torch.view_as_complex(pairs).conj()
+            x = torch.fft.irfft(spectrum, n=WIDTH)
+        return x
+
+
 class Repeated(Tower):
     """Blocks run twice, in an order that returns."""
 
@@ -166,7 +182,18 @@ class Short(nn.Module):
 
 MODELS: dict[str, Any] = {
     kind.__name__.lower(): kind
-    for kind in (Tower, Tied, Penalised, Repeated, Checkpointed, Attending, Adapted, Recurrent, Short)
+    for kind in (
+        Tower,
+        Tied,
+        Penalised,
+        Filtered,
+        Repeated,
+        Checkpointed,
+        Attending,
+        Adapted,
+        Recurrent,
+        Short,
+    )
 }
 
 

@@ -16,11 +16,17 @@ needs no sizes; it has no flags and notes, which every span would need. The last
 parameter, so that who gathers it can tell whose buffer it is. Spans cut through parameters wherever
 they end, unless the parameters have to stay whole: then each span is dealt whole ones, largest first, to the
 span that holds least.
+
+# Note [Order in a buffer]
+Members lie in the given order, but those that fill whole vectors come first, then those that fill halves,
+and so on. So each begins at a multiple of what its own size is a multiple of, without any padding: matrix
+products of accelerators are fast from 16 bytes on, and a view of pairs as complex numbers begins at a pair.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -139,7 +145,7 @@ class FlatBuffer:
         """Lay out the members; allocates nothing before :meth:`take_values` and :meth:`allocate_gradients`.
 
         Args:
-            members: Entries with their local Parameters, in the order in which they lie.
+            members: Entries with their local Parameters; see Note [Order in a buffer].
             kind: What the members have in common.
             num_notes: Elements reserved behind the flags.
             num_shards: Among how many ranks the buffer is divided.
@@ -149,7 +155,7 @@ class FlatBuffer:
         """
         self.kind = kind
         self.is_divided = num_shards > 1 if is_divided is None else is_divided
-        pairs = list(members)
+        pairs = sorted(members, key=lambda member: -_fold(member[1].numel() * kind.dtype.itemsize))
         sizes = [parameter.numel() for _, parameter in pairs]
         if num_shards > 1 and keeps_whole:
             starts, self.span_numel = deal_whole(sizes, num_shards, item_bytes=kind.dtype.itemsize)
@@ -379,13 +385,22 @@ def deal_whole(sizes: Sequence[int], num_shards: int, *, item_bytes: int) -> tup
         The first element of each tensor in the buffer, and the elements of one shard.
     """
     held = [0] * num_shards
-    shards: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    shards = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        shard = held.index(min(held))
-        shards[index] = (shard, held[shard])
-        held[shard] += sizes[index]
+        shards[index] = held.index(min(held))
+        held[shards[index]] += sizes[index]
     span = _align(max(held) + 1, item_bytes)
-    return [shard * span + offset for shard, offset in shards], span
+    ends = [shard * span for shard in range(num_shards)]
+    starts = []
+    for shard, size in zip(shards, sizes, strict=True):
+        starts.append(ends[shard])
+        ends[shard] += size
+    return starts, span
+
+
+def _fold(num_bytes: int) -> int:
+    """Return the largest power of two, up to the alignment, that a size is a multiple of."""
+    return math.gcd(num_bytes, ALIGNMENT_BYTES)
 
 
 def _align(numel: int, item_bytes: int) -> int:

@@ -233,10 +233,7 @@ class Residency:
         home = self._homes.get(tensor.untyped_storage()._cdata)
         if home is None:
             return tensor if tensor.is_inference() else Kept(tensor.detach(), tensor._version)
-        offset = int(tensor.storage_offset())
-        slot = next((slot for slot in home.buffer.slots if slot.start <= offset < slot.stop), None)
-        version = 0 if slot is None else slot.parameter._version
-        return Saved(home, tensor.size(), tensor.stride(), offset, slot, version)
+        return Saved.of(tensor, home)
 
     def _unpack(self, saved: Any) -> Any:
         """Return what was packed, gathering its unit if it is not there.
@@ -248,14 +245,9 @@ class Residency:
             return saved.take()
         if not isinstance(saved, Saved):
             return saved
-        slot = saved.slot
-        if slot is not None and slot.parameter._version != saved.version:
-            raise UsageError(
-                f"parameter {slot.name!r} was updated after the forward whose backward runs now",
-                hint="run backward before optimizer.step(), or run forward again",
-            )
+        saved.check()
         self.ensure((saved.home.unit,))  # also of one that is there: plans follow what backward reads
-        return saved.home.buffer.values.as_strided(saved.size, saved.stride, saved.offset)
+        return saved.take()
 
     def _hear_of_end(self) -> None:
         """Inside a backward, rest when it ends."""

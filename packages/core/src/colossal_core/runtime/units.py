@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from attrs import define, field
 
 from colossal_core.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from colossal_core.runtime.collectives import Pending
     from colossal_core.runtime.flat import FlatBuffer, Slot
     from colossal_core.runtime.ranges import OwnedRange
@@ -80,6 +79,9 @@ class Saved:
         size: Its size.
         stride: Its stride.
         offset: Its first element in the storage.
+        dtype: How it reads the storage, which may be as complex numbers.
+        is_conj: Whether it shows the conjugates of what is there.
+        is_neg: Whether it shows the negatives of what is there.
         slot: The parameter that it lies in.
         version: How often that had been written.
     """
@@ -88,8 +90,52 @@ class Saved:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
     slot: Slot | None
     version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, home: Home) -> Saved:
+        """Describe a tensor that lies in a home."""
+        offset = int(tensor.storage_offset())
+        first = offset * tensor.dtype.itemsize // home.buffer.kind.dtype.itemsize
+        slot = next((slot for slot in home.buffer.slots if slot.start <= first < slot.stop), None)
+        return cls(
+            home=home,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=offset,
+            dtype=tensor.dtype,
+            is_conj=tensor.is_conj(),
+            is_neg=tensor.is_neg(),
+            slot=slot,
+            version=0 if slot is None else slot.parameter._version,
+        )
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor; the values are there."""
+        values = self.home.buffer.values
+        if self.dtype == values.dtype:
+            found = values.as_strided(self.size, self.stride, self.offset)
+        else:
+            found = values.new_empty(0, dtype=self.dtype)
+            found.set_(values.untyped_storage(), self.offset, self.size, self.stride)
+        found = found.conj() if self.is_conj else found
+        return torch._neg_view(found) if self.is_neg else found  # noqa: SLF001 - no public name
+
+    def check(self) -> None:
+        """Refuse what was updated since it was saved.
+
+        Raises:
+            UsageError: Naming the parameter.
+        """
+        if self.slot is not None and self.slot.parameter._version != self.version:
+            raise UsageError(
+                f"parameter {self.slot.name!r} was updated after the forward whose backward runs now",
+                hint="run backward before optimizer.step(), or run forward again",
+            )
 
 
 @define(eq=False)
