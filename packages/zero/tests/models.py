@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from colossal_core import Booster
 from colossal_testkit.models import randomise
 from colossal_testkit.stories import batch_of
+from colossal_zero import Zero
 
-__all__ = ["MODELS", "Stage", "Tower", "build", "loss_of", "sgd"]
+__all__ = ["MODELS", "Stage", "Tower", "boost", "build", "loss_of", "sgd"]
 
 WIDTH = 6
 
@@ -218,3 +220,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Return a loss on a rank's batch of a step."""
     outputs = model(batch_of(rank, step))
     return F.smooth_l1_loss(outputs, torch.ones_like(outputs))
+
+
+def boost(name: str = "tower", *, stage: Stage = 3, precision: str = "fp64") -> tuple[Booster, Any, Any]:
+    """Boost a model with its optimizer."""
+    model = build(name)
+    if precision != "fp64":
+        model = model.float()
+    booster = Booster(Zero(stage=stage), precision=precision)
+    model, optimizer = booster.boost(model, sgd(model))
+    return booster, model, optimizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,73 +14,11 @@ from torch import nn
 
 from colossal_core import Booster, CapabilityError, RankMismatchError, UsageError
 from colossal_core.runtime import standstill
-from colossal_core.runtime.residency import Residency
 from colossal_testkit import run_ranks, run_ranks_expecting_errors
-from colossal_testkit.engine import engine_of
 from colossal_testkit.stories import assert_close, batch_of
 from colossal_zero import Zero
-from colossal_zero.parameters import DividedManager
 
-from .models import Stage, build, loss_of, sgd
-
-
-def boost(name: str = "tower", *, stage: Stage = 3, precision: str = "fp64") -> tuple[Booster, Any, Any]:
-    """Boost a model with its optimizer."""
-    model = build(name)
-    if precision != "fp64":
-        model = model.float()
-    booster = Booster(Zero(stage=stage), precision=precision)
-    model, optimizer = booster.boost(model, sgd(model))
-    return booster, model, optimizer
-
-
-def residency_of(booster: Booster) -> Residency:
-    """Return what knows which units are resident."""
-    manager = engine_of(booster).manager
-    assert isinstance(manager, DividedManager)
-    return manager._residency
-
-
-def find_held(residency: Residency, *, at_most: int, with_root: bool) -> list[str]:
-    """Return the units that have memory; a message that has arrived may hold its own for a moment longer."""
-    deadline = time.monotonic() + 5
-    while True:
-        residency._free_lingering()
-        units = [home.unit for home in residency._homes.values() if home.storage.nbytes()]
-        held = [unit.name for unit in units if with_root or not unit.is_root]
-        if len(held) <= at_most or time.monotonic() > deadline:
-            return held
-        time.sleep(0.001)
-
-
-def watch_residency() -> tuple[int, list[list[str]]]:
-    """Return the largest number of units besides the root's that had memory, and what is left resident."""
-    booster, model, optimizer = boost()
-    residency = residency_of(booster)
-    most = 0
-
-    def count(*_: Any) -> None:
-        nonlocal most
-        most = max(most, len(find_held(residency, at_most=2, with_root=False)))
-
-    for module in model.modules():
-        module.register_forward_hook(count)
-    for parameter in model.parameters():
-        parameter.register_hook(count)
-    left = []
-    for step in range(3):
-        loss_of(model, dist.get_rank(), step).backward()
-        left.append(find_held(residency, at_most=0, with_root=True))
-        optimizer.step()
-        optimizer.zero_grad()
-    return most, left
-
-
-def test_at_most_two_units_are_resident_besides_the_root() -> None:
-    """The one that runs and the one that comes next, in forward and in backward; none after backward."""
-    for most, left in run_ranks(watch_residency, 2):
-        assert most == 2
-        assert left == [[], [], []]
+from .models import Stage, boost, build, loss_of, sgd
 
 
 def reach_for_released() -> dict[str, str]:

@@ -15,7 +15,7 @@ from colossal_core.errors import UsageError
 from colossal_core.mesh import Axis, GroupSpec, MeshLayout
 from colossal_core.runtime.collectives import Collectives
 from colossal_core.runtime.mesh import Mesh
-from colossal_core.runtime.norm import clip_factor, gradient_norm, non_finite_names, norm_pieces
+from colossal_core.runtime.norm import EarlySums, clip_factor, gradient_norm, non_finite_names, norm_pieces
 from colossal_core.runtime.table import ParameterTable, Part, Place
 from colossal_testkit.ranks import run_ranks
 
@@ -122,6 +122,24 @@ def test_many_elements_are_squared_in_chunks() -> None:
         norm = gradient_norm(norm_pieces(table, [place_of("long", gradient)], 0), everyone, Collectives())
 
         assert norm == pytest.approx(0.5 * math.sqrt((1 << 17) + 3), rel=1e-14)
+
+
+def test_sums_made_early_count_unless_gradients_were_written_since() -> None:
+    """The bits are those of a later sum; other orders do not use them."""
+    gradients = make_gradients()
+    table = ParameterTable.serial({"model": Weights()}, ALONE)
+    pieces = norm_pieces(table, [place_of(name, value) for name, value in gradients.items()], 0)
+    everyone = Mesh(ALONE, 0, CPU).everyone()
+    early = EarlySums()
+    for order in (2.0, 3.0):
+        measure = early.begin(pieces)
+        for gradient in gradients.values():
+            measure(gradient)
+        gradients["rows"].mul_(3.0)
+
+        found = gradient_norm(pieces, everyone, Collectives(), norm_type=order, early=early)
+
+        assert found == gradient_norm(pieces, everyone, Collectives(), norm_type=order)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -184,7 +184,7 @@ class TieredResidency(Residency):
         if not turn.is_planned:
             super().ensure(needs)
             return
-        self._hear_of_end()
+        self._hear_of_end(needs[0])
         numbered = self.units
         for index in turn.evictions:
             self.release(numbered[index])
@@ -232,6 +232,9 @@ class TieredResidency(Residency):
 
     def _ahead(self, unit: Unit) -> None:
         """Bring nothing early that no plan asks for: there may be no room."""
+
+    def _open_backward(self, module: nn.Module) -> None:
+        """Bring nothing early that no plan asks for, either."""
 
     # --- how values come and go -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["at_end_of_backward", "is_in_inner_backward"]
+__all__ = ["at_end_of_backward", "is_in_backward", "is_in_inner_backward"]
 
 _RUNS_BACKWARD = "_engine_run_backward"
 """Name of the function through which torch runs every backward that Python starts."""
@@ -41,3 +41,8 @@ def is_in_inner_backward() -> bool:
         frame = frame.f_back
     is_of_torch = isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 - no public test
     return count > (0 if is_of_torch else 1)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name

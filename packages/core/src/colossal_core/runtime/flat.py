@@ -233,6 +233,8 @@ class FlatBuffer:
             UsageError: A parameter was converted or moved.
         """
         found = suspects_all
+        if not (found or self.has_edits()):
+            return False
         origin, item_bytes = self.values.data_ptr(), self.kind.dtype.itemsize
         for slot, version in zip(self.slots, self._versions, strict=True):
             is_elsewhere = (
@@ -256,10 +258,12 @@ class FlatBuffer:
     def has_edits(self) -> bool:
         """Whether :meth:`take_edits` would find something; values have to be there."""
         origin, item_bytes = self.values.data_ptr(), self.kind.dtype.itemsize
+        if [slot.parameter._version for slot in self.slots] != self._versions:
+            return True
         return any(
-            slot.parameter._version != version
-            or (slot.parameter.numel() > 0 and slot.parameter.data_ptr() != origin + slot.start * item_bytes)
-            for slot, version in zip(self.slots, self._versions, strict=True)
+            slot.parameter.data_ptr() != origin + slot.start * item_bytes
+            for slot in self.slots
+            if slot.start < slot.stop
         )
 
     def _take_back(self, slot: Slot) -> None:

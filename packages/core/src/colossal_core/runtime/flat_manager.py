@@ -27,7 +27,7 @@ from colossal_core.runtime.buckets import BucketRules, LanePlan, plan_lanes
 from colossal_core.runtime.flat import FlatBuffer, Slot
 from colossal_core.runtime.grouping import grouping_of, is_same
 from colossal_core.runtime.mesh import GRADIENTS
-from colossal_core.runtime.norm import NormPiece, gradient_norm, non_finite_names, norm_pieces
+from colossal_core.runtime.norm import EarlySums, NormPiece, gradient_norm, non_finite_names, norm_pieces
 from colossal_core.runtime.optimizers import optimizer_spec
 from colossal_core.runtime.segments import OwnedRange, SegmentedOptimizer
 from colossal_core.runtime.shared_sums import SharedSum, shared_sums, shares_of
@@ -55,6 +55,7 @@ class Owned:
         driver: Runs the update; None before the first parameters are taken.
         sums: Further sums of gradient shares.
         pieces: What the norm is made of; None when it has to be made anew.
+        early: Of which pieces the squares are known.
         is_summed: Whether the further sums ran in this window.
         is_averaged: Whether buffers hold the averages that a backward left.
         grouping: Which parameters are in which group.
@@ -67,6 +68,7 @@ class Owned:
     driver: SegmentedOptimizer | None = None
     sums: list[SharedSum] = field(factory=list)
     pieces: list[NormPiece] | None = None
+    early: EarlySums = field(factory=EarlySums)
     is_summed: bool = False
     is_averaged: bool = False
     grouping: list[list[torch.Tensor]] = field(factory=list)
@@ -228,6 +230,8 @@ class AbstractFlatManager(AbstractMemoryManager):
         if owned.is_averaged and not owned.window.has_arrivals:
             owned.window.take_over()
             return self._norm(owned, norm_type)
+        can_measure = norm_type == 2.0 and not owned.sums
+        owned.window.terms.meanwhile = owned.early.begin((owned.pieces or ()) if can_measure else ())
         if owned.window.finish():
             owned.window.discard()
             owned.is_summed = False
@@ -263,8 +267,8 @@ class AbstractFlatManager(AbstractMemoryManager):
             owned.pieces = [
                 evolve(piece, scale=1.0) if piece.tensor.dtype.itemsize > 2 else piece for piece in pieces
             ]
-        everyone = self._context.mesh.everyone()
-        norm = gradient_norm(owned.pieces, everyone, self._context.collectives, norm_type=norm_type)
+        everyone, collectives = self._context.mesh.everyone(), self._context.collectives
+        norm = gradient_norm(owned.pieces, everyone, collectives, norm_type=norm_type, early=owned.early)
         return norm / owned.window.loss_scale
 
     def _average(self, optimizer: int) -> None:

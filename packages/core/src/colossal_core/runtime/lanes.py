@@ -27,7 +27,7 @@ for each parameter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
@@ -56,12 +56,14 @@ class Terms:
     Attributes:
         guards: Whether ``p.grad`` shows guards until gradients are reduced.
         num_holds: How many contexts say that more backward passes will follow.
+        meanwhile: What to do with reduced gradients while waiting for others; they may still change.
     """
 
     def __init__(self, arrivals: Arrivals, *, guards: bool) -> None:
         """Start a window without a loss scale."""
         self.guards = guards
         self.num_holds = 0
+        self.meanwhile: Callable[[torch.Tensor], None] | None = None
         self._arrivals = arrivals
         self._scale: float | None = None
 

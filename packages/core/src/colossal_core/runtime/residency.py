@@ -22,6 +22,8 @@ memory.
 # Note [Order of gathers]
 All ranks have to gather the same units in the same order, which they do when they run the same modules. A
 prefetch follows the order of the last pass, which is the same on all ranks, too; a wrong one costs traffic.
+Where backward followed a model's forward directly several times, what it needed first is on its way already
+when the next forward ends, so that the loss hides it.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossal_core.errors import UsageError
-from colossal_core.runtime.backward_end import at_end_of_backward
+from colossal_core.runtime.backward_end import at_end_of_backward, is_in_backward
 from colossal_core.runtime.strays import StrayReads
-from colossal_core.runtime.units import Home, Kept, Saved, Unit
+from colossal_core.runtime.units import Home, Kept, Openings, Saved, Unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +82,8 @@ class Residency:
         self._previous: Unit | None = None
         self._awaits_end = False
         self._has_failed = False
+        self._openings = Openings()
+        self._is_early = False
 
     # --- set-up ---------------------------------------------------------------------------------------------
 
@@ -94,6 +98,7 @@ class Residency:
             like = slot.parameter
             scalar = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
             home.guards[slot] = scalar.expand(like.shape)
+        home.pointers = [home.guards[slot].data_ptr() for slot in held.buffer.slots]
         home.tag = 1 + len(self._homes) % 250  # exact in every dtype
         self._mark(home, held)
         self._homes[home.storage._cdata] = home
@@ -125,8 +130,11 @@ class Residency:
         def leave(called: nn.Module, _args: Any, outputs: Any) -> None:
             self._leave(called, is_unit=is_unit)
             # torch calls hooks so after an error, too; recomputation stops by one when it has what it needs.
-            if outputs is None and not self._calls and not is_in_backward():
-                self._fail()
+            if not self._calls and not is_in_backward():
+                if outputs is None:
+                    self._fail()
+                else:
+                    self._open_backward(called)
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -149,6 +157,8 @@ class Residency:
     def _enter(self, module: nn.Module) -> None:
         """Gather what a module reads, and pack what autograd saves from the outermost call on."""
         if not self._calls and not is_in_backward():
+            if self._is_early:  # no backward came
+                self.release_all()
             self._root = self._previous = None
             self._awaits_end = False
             self._packing = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -184,7 +194,7 @@ class Residency:
         for unit in wanted:
             if unit.state == "resident":
                 continue
-            self._hear_of_end()
+            self._hear_of_end(unit)
             self._make_room(wanted)
             self._start(unit)
             if not is_in_backward():
@@ -228,9 +238,11 @@ class Residency:
         A tensor that is packed as itself is never freed when it is the output of the operation that saves it
         and no backward comes.
         """
-        if tensor.layout is not torch.strided or tensor.numel() == 0 or type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return tensor
         home = self._homes.get(tensor.untyped_storage()._cdata)
+        if tensor.numel() == 0:
+            return tensor
         if home is None:
             return tensor if tensor.is_inference() else Kept(tensor.detach(), tensor._version)
         return Saved.of(tensor, home)
@@ -249,9 +261,19 @@ class Residency:
         self.ensure((saved.home.unit,))  # also of one that is there: plans follow what backward reads
         return saved.take()
 
-    def _hear_of_end(self) -> None:
-        """Inside a backward, rest when it ends."""
+    def _open_backward(self, module: nn.Module) -> None:
+        """Start to gather what a backward needs first that will follow the forward which has ended."""
+        first = self._openings.forward_ended(module) if torch.is_grad_enabled() else None
+        for unit in (first, first and first.before):
+            if unit is not None and unit.ranges:
+                self._start(unit)
+                self._is_early = True
+
+    def _hear_of_end(self, first: Unit) -> None:
+        """Inside a backward, which needs a unit first, rest when it ends."""
         if is_in_backward() and not self._awaits_end:
+            self._check_early()
+            self._openings.backward_began(first)
             self._awaits_end = True
             at_end_of_backward(self._end_backward)
 
@@ -290,6 +312,7 @@ class Residency:
     def everything(self) -> Iterator[None]:
         """Have all units resident within a context, whatever runs in it; edits of values are kept."""
         if self._pins == 0:
+            self._check_early()
             for unit in self._units:
                 self._start(unit)
             for unit in self._units:
@@ -320,6 +343,7 @@ class Residency:
 
     def release_all(self) -> None:
         """Release every unit; also one whose gather nobody has waited for."""
+        self._check_early()
         for unit in self._units:
             self.release(unit)
         self._free_lingering()
@@ -351,6 +375,14 @@ class Residency:
         for home in self._homes.values():
             if home.unit.state == "released":
                 self._check(home)
+
+    def _check_early(self) -> None:
+        """Refuse what the user wrote while values were on their way between forward and backward."""
+        if self._is_early:
+            self._is_early = False
+            for home in self._homes.values():
+                if home.unit.state == "pending":
+                    self._check(home)
 
     def _start(self, unit: Unit) -> None:
         """Start to gather a unit."""
@@ -424,7 +456,7 @@ class Residency:
         """Let parameters show NaN."""
         for slot, guard in home.guards.items():
             slot.parameter.data = guard
-        self._note_versions(home)
+        home.versions = home.count_writes()
 
     def _check(self, home: Home) -> None:
         """Refuse what was written to the released parameters of one buffer.
@@ -432,9 +464,13 @@ class Residency:
         Raises:
             UsageError: Naming the parameter.
         """
-        for slot, version in home.versions.items():
-            guard = home.guards[slot]
-            is_shown = slot.parameter.data_ptr() == guard.data_ptr()
+        pointers = [slot.parameter.data_ptr() for slot in home.buffer.slots]
+        if pointers == home.pointers and home.count_writes() == home.versions:
+            return
+        for slot, version, pointer, own in zip(
+            home.buffer.slots, home.versions, pointers, home.pointers, strict=True
+        ):
+            guard, is_shown = home.guards[slot], pointer == own
             # A version also moves when the values of the shards are new, as after an update.
             is_written = slot.parameter._version != version and not bool(guard.as_strided((), ()).isnan())
             if is_written or not is_shown:
@@ -442,12 +478,7 @@ class Residency:
                     f"parameter {slot.name!r} was written while only a shard of it was here; that is lost",
                     hint="edit parameters within booster.full_parameters(model)",
                 )
-        self._note_versions(home)
-
-    @staticmethod
-    def _note_versions(home: Home) -> None:
-        """Take the present state of the released parameters of one buffer as not written."""
-        home.versions = {slot: slot.parameter._version for slot in home.buffer.slots}
+        home.versions = home.count_writes()
 
     def _free(self, home: Home) -> None:
         """Give the memory of one buffer back, unless something else refers to it."""
@@ -455,11 +486,6 @@ class Residency:
         if found <= home.num_references:
             self._lingering.discard(home)
             self._give_back(home.held)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -110,6 +110,7 @@ class ScatteredLane(AbstractLane):
         self._is_first_round = True
         self._has_arrivals = False
         self._has_ended = False
+        self._arrived: list[Shard] = []
         self._num_owed = 0
         self._is_outdated = False
         self._goes_on = False
@@ -212,6 +213,7 @@ class ScatteredLane(AbstractLane):
         while self._goes_on:
             self._close(waits=True)
             while self._on_their_way:
+                self._use_wait()
                 self._collect_first()
         for shard in self._shards:
             shard.settle()
@@ -254,6 +256,7 @@ class ScatteredLane(AbstractLane):
         self._held.clear()
         self._kept.clear()
         self._reduced.clear()
+        self._arrived.clear()
         self._begun = self._has_arrivals = self._has_ended = self._is_outdated = False
         self._num_owed = 0
         self._is_first_round = True
@@ -417,8 +420,8 @@ class ScatteredLane(AbstractLane):
         for touch in self._all:
             self._observe(touch)
             keeps = touch.was_sent and not touch.withdraws
-            columns = (touch in self._flags, keeps, touch.withdraws, touch in self._kept)
-            counts.append(sum(int(count) << _BITS * place for place, count in enumerate(columns)))
+            count = int(touch in self._flags) | int(keeps) << _BITS
+            counts.append(count | touch.withdraws << 2 * _BITS | (touch in self._kept) << 3 * _BITS)
             touch.was_sent, touch.withdraws = keeps, False
         starts_another = self._num_owed > 0 or any(touch.late is not None for touch in self._all)
         message = torch.tensor([*counts, int(starts_another)], device=self.buffers[0].device)
@@ -455,6 +458,12 @@ class ScatteredLane(AbstractLane):
         """Rounds that this rank has closed and others have not."""
         return sum(message.index is None for message in self._on_their_way)
 
+    def _use_wait(self) -> None:
+        """Do something useful until the oldest message is there."""
+        meanwhile = self._terms.meanwhile
+        while meanwhile and self._arrived and not self._on_their_way[0].pending.is_done():
+            meanwhile(self._arrived.pop(0).gradient)
+
     def _collect_first(self) -> None:
         """Wait for the oldest message, and process it."""
         message = self._on_their_way.popleft()
@@ -464,6 +473,8 @@ class ScatteredLane(AbstractLane):
             return
         shard = self._shards[message.index]
         shard.take(message.result)
+        if shard.total is None and self._copies.size == 1:
+            self._arrived.append(shard)
         self._take_back(message.index, message.content)
 
     def _read_closing(self, message: Message) -> None:
@@ -474,7 +485,8 @@ class ScatteredLane(AbstractLane):
         for shard, touches in zip(self._shards, self.touches, strict=True):
             for touch in touches:
                 count = counts[position]
-                flags, keeps, withdrawn, carried = (count >> _BITS * place & mask for place in range(4))
+                flags, keeps = count & mask, count >> _BITS & mask
+                withdrawn, carried = count >> 2 * _BITS & mask, count >> 3 * _BITS
                 position += 1
                 if flags:
                     self._reduced.add(touch)

@@ -235,13 +235,13 @@ class Touch:
                 f"parameter {self.slot.name!r} has a sparse gradient",
                 hint="build the embedding with sparse=False",
             )
-        with torch.no_grad():
-            if factor == 1.0:
-                self.view.copy_(gradient)
-            elif gradient.dtype == self.view.dtype and gradient.device == self.view.device:
-                torch.mul(gradient, factor, out=self.view)
-            else:
-                self.view.copy_(gradient).mul_(factor)
+        values = gradient.detach()
+        if factor == 1.0:
+            self.view.copy_(values)
+        elif values.dtype == self.view.dtype and values.device == self.view.device:
+            torch.mul(values, factor, out=self.view)
+        else:
+            self.view.copy_(values).mul_(factor)
 
     def show_view(self) -> None:
         """Let ``p.grad`` show the buffer."""

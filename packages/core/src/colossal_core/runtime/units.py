@@ -10,11 +10,13 @@ from attrs import define, field
 from colossal_core.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from colossal_core.runtime.collectives import Pending
     from colossal_core.runtime.flat import FlatBuffer, Slot
     from colossal_core.runtime.ranges import OwnedRange
 
-__all__ = ["Home", "Kept", "Saved", "Unit"]
+__all__ = ["Home", "Kept", "Openings", "Saved", "Unit"]
 
 
 @define(eq=False)
@@ -52,7 +54,8 @@ class Home:
         tag: What the last element of the buffer holds.
         views: What each parameter shows while it is there.
         guards: What each parameter shows while it is released.
-        versions: How often each parameter had been written when it was released.
+        pointers: Where the memory of each guard is, in the order of the buffer's slots.
+        versions: How often each parameter had been written when it was released, in that order.
     """
 
     unit: Unit
@@ -62,12 +65,45 @@ class Home:
     tag: int = 0
     views: dict[Slot, torch.Tensor] = field(factory=dict)
     guards: dict[Slot, torch.Tensor] = field(factory=dict)
-    versions: dict[Slot, int] = field(factory=dict)
+    pointers: list[int] = field(factory=list)
+    versions: list[int] = field(factory=list)
 
     @property
     def buffer(self) -> FlatBuffer:
         """The buffer."""
         return self.held.buffer
+
+    def count_writes(self) -> list[int]:
+        """Tell how often each parameter was written, in the order of the buffer's slots."""
+        return [slot.parameter._version for slot in self.held.buffer.slots]
+
+
+NUM_FOLLOWED = 2
+"""How often backward has to have followed the forward of a model directly, before it is expected to: two
+forward passes with one backward alternate."""
+
+
+@define(eq=False)
+class Openings:
+    """Which unit backward needs first after the forward of each model, where it follows directly."""
+
+    _known: dict[nn.Module, tuple[int, Unit]] = field(factory=dict)
+    _last: nn.Module | None = None
+
+    def forward_ended(self, model: nn.Module) -> Unit | None:
+        """Hear of a forward, and return what a backward will need that is expected to follow."""
+        if self._last is not None:
+            self._known.pop(self._last, None)
+        self._last = model
+        times, first = self._known.get(model, (0, None))
+        return first if times >= NUM_FOLLOWED else None
+
+    def backward_began(self, first: Unit) -> None:
+        """Hear what a backward needs first."""
+        model, self._last = self._last, None
+        if model is not None:
+            times, _ = self._known.get(model, (0, first))
+            self._known[model] = (times + 1, first)
 
 
 @define(eq=False)

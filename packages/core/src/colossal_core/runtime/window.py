@@ -269,6 +269,7 @@ class GradientWindow:
             scale: Factor that the gradients of a buffer still lack otherwise.
         """
         for buffer, touches in self.touches:
+            lacks = 1.0 if gradients else scale(buffer)
             for touch in touches:
                 if not touch.is_live:
                     touch.show_nothing()
@@ -276,7 +277,7 @@ class GradientWindow:
                     touch.show_view()
                 else:
                     touch.show_guard()
-                touch.carried = 1.0 if gradients else scale(buffer)
+                touch.carried = lacks
 
     # --- inside backward ------------------------------------------------------------------------------------
 
