@@ -56,8 +56,7 @@ def draw_plan(source: random.Random, name: str, num_ranks: int) -> tuple[object,
     if left == 4:
         managers += [Zero(stage=1, replicas=2), Zero(stage=2, replicas=2)]
     pieces.append(source.choice(managers))
-    halves = any(isinstance(piece, Pipeline) and piece.schedule.startswith("zb") for piece in pieces)
-    if name.startswith("gpt") and not halves and source.random() < 0.3:
+    if name.startswith("gpt") and source.random() < 0.3:
         pieces.append(Recompute())
     return tuple(pieces)
 

@@ -71,6 +71,7 @@ class PipelineExecutor(AbstractExecutor):
             placement=schedule.placement(shape),
             anchor=torch.zeros((), requires_grad=True),
             timeline=None if options.timeline is None else Path(options.timeline),
+            splits=all(piece.record.name != "recompute" for piece in context.plan.strategies),
         )
         self._name = options.schedule
 

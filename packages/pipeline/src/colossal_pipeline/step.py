@@ -73,6 +73,8 @@ class Gear:
         placement: Rank of each stage, as a position in ``line``.
         anchor: A leaf below everything that comes from other stages.
         timeline: Where the times of a step are written, or None.
+        splits: Whether backward runs in two halves where the schedule says so. In halves, each weight would
+            run a recomputed block once more; so with recomputed blocks the first half is all of it.
     """
 
     context: Context
@@ -85,6 +87,7 @@ class Gear:
     placement: tuple[int, ...]
     anchor: torch.Tensor
     timeline: Path | None = None
+    splits: bool = True
     _rows: dict[tuple[int, bool], Rows] = field(factory=dict)
 
     @property
@@ -346,7 +349,9 @@ class Step:
                 if action.work is Work.FORWARD:
                     letters = self._forward(action, piece, received, gives, terms)
                 elif action.work is Work.WEIGHT:
-                    self._split.pop((action.stage, action.microbatch)).weights()
+                    halved = self._split.pop((action.stage, action.microbatch), None)
+                    if halved is not None:
+                        halved.weights()
                 else:
                     letters = self._backward(action, received, gives)
             except Exception as err:
@@ -421,7 +426,7 @@ class Step:
             if key in gradients:
                 roots.append(edge)
                 values.append(gradients[key])
-        if action.work is Work.INPUT:
+        if action.work is Work.INPUT and self._gear.splits:
             self._split[place] = SplitBackward(roots, values, self._gear.anchor)
             self._split[place].inputs()
         elif roots:

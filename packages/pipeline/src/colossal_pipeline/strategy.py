@@ -18,7 +18,7 @@ from colossal_core.interfaces import AbstractStrategy, Proposal
 from colossal_core.mesh import GroupSpec
 from colossal_core.pieces import Replicated
 from colossal_core.runtime.table import Part, whole_part
-from colossal_core.schedule import PipelineShape, Work, check_schedule
+from colossal_core.schedule import PipelineShape, check_schedule
 from colossal_pipeline.costs import costs_of
 from colossal_pipeline.cut_model import CutModel
 from colossal_pipeline.executor import PipelineExecutor
@@ -152,14 +152,6 @@ class PipelineStrategy(AbstractStrategy):
                 "Replicated(reduce='backward') averages inside of the last backward of a rank, while other "
                 "stages of a pipeline still wait for its messages",
                 hint="leave reduce out, and read gradients in booster.full_gradients(model)",
-            )
-        shape = PipelineShape(self.options.degree, self.options.microbatches, self.options.chunks)
-        splits = any(action.work is Work.INPUT for row in self._schedule.actions(shape) for action in row)
-        if splits and any(piece.record.name == "recompute" for piece in plan.strategies):
-            raise CapabilityError(
-                f"schedule {self.options.schedule!r} runs backward in two halves, and each weight would run "
-                "a recomputed block once more",
-                hint="use schedule='1f1b' or 'interleaved' with recompute",
             )
 
     def _ranks_of(
