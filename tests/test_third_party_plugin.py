@@ -142,6 +142,7 @@ def test_plugin_that_raises_is_failed_and_the_rest_works(machine: Machine) -> No
     assert "made" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_template_passes_its_own_tests(machine: Machine) -> None:
     """Who copies the template starts with tests that pass."""
